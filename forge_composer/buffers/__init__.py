@@ -1,0 +1,1 @@
+"""Bounded queues between rollout workers and trainer: pure asyncio, no Monarch."""

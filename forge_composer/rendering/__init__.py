@@ -1,0 +1,1 @@
+"""Messages to token ids and back: the chat template, the tool-call format."""

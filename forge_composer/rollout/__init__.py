@@ -1,0 +1,1 @@
+"""Multi-turn rollouts against an OpenEnv session, groups and advantages."""

@@ -11,6 +11,7 @@ class ActorCallError(RuntimeError):
 
 
 async def _await(future: Any, what: str, timeout: float) -> Any:
+    from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError  # exported nowhere else
     from monarch.actor import ActorError
 
     try:
@@ -22,6 +23,8 @@ async def _await(future: Any, what: str, timeout: float) -> Any:
         if isinstance(original, Exception):
             raise original from error
         raise ActorCallError(f"{what} failed: {error}") from error
+    except SupervisionError as error:
+        raise ActorCallError(f"the process that ran {what} died: {error}") from error
 
 
 async def call_one(actor: Any, name: str, *args: Any, timeout: float) -> Any:

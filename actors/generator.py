@@ -45,17 +45,28 @@ class GeneratorActor(Actor):
     async def setup(self, config: Config, device: str, index: int, first_gpu: int) -> float:
         """Start the engine; returns the seconds it took.
 
-        `index` counts the replicas; on CUDA, replica i takes `tp` GPUs from `first_gpu + i tp` on.
+        `index` counts the replicas over all hosts. On CUDA, the i-th replica of a host takes `tp` GPUs from
+        `first_gpu + i tp` on.
         """
         began = time.perf_counter()
         if device == "cuda":
-            _show_gpus(first_gpu + index * config.generator.tp, config.generator.tp)
+            local = index % (config.generator.replicas // config.runtime.generator_hosts)
+            _show_gpus(first_gpu + local * config.generator.tp, config.generator.tp)
         from forge_composer.generation.engine import GenerationEngine
         from forge_composer.weights.transport import make_receiver
 
-        self.engine = GenerationEngine(config.model, config.generator, device=device, seed=config.seed)
+        backend = "ipc" if config.runtime.colocate else "nccl"
+        self.engine = GenerationEngine(
+            config.model,
+            config.generator,
+            device=device,
+            seed=config.seed,
+            weight_transfer=backend if config.weights.transport == "vllm" else None,
+        )
         await self.engine.start()
-        self.receiver = make_receiver(config.weights.transport)
+        self.receiver = make_receiver(
+            config.weights.transport, device=device, first_worker=index * config.generator.tp
+        )
         return time.perf_counter() - began
 
     @concurrent_endpoint
@@ -78,8 +89,7 @@ class GeneratorActor(Actor):
         """Load a published version in place, between engine steps; returns the seconds it took."""
         if self.receiver is None:
             raise RuntimeError("GeneratorActor.setup has not run")
-        with self.receiver.open(manifest) as tensors:
-            return await self._ready.load_weights(manifest.version, tensors)
+        return await self.receiver.load_into(self._ready, manifest)
 
     @concurrent_endpoint
     async def close(self) -> None:
@@ -110,10 +120,9 @@ class GeneratorService:
         runtime, trainer = self.config.runtime, self.config.trainer
         shared = runtime.colocate or runtime.launcher in ("slurm", "kubernetes")
         first_gpu = 0 if shared else trainer.nproc
-        per_host = len(self.replicas) // runtime.generator_hosts
         return await asyncio.gather(
             *(
-                call_one(replica, "setup", self.config, device, i % per_host, first_gpu,
+                call_one(replica, "setup", self.config, device, i, first_gpu,
                          timeout=runtime.start_timeout_s)
                 for i, replica in enumerate(self.replicas)
             )

@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -46,8 +45,8 @@ def _prepare_process(variables: dict[str, str]) -> Callable[[], None]:
 
     def bootstrap() -> None:
         os.environ.update(variables)
-        with contextlib.suppress(ValueError):  # only the main thread may; the terminal's Ctrl-C is the client's
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with contextlib.suppress(PermissionError):  # the leader of a session stays where it is
+            os.setpgid(0, 0)  # the terminal's Ctrl-C is the client's: it stops its children in order
 
     return bootstrap
 
@@ -106,9 +105,11 @@ class MonarchRuntime:
         return mesh
 
     async def stop(self) -> None:
-        """Stop all meshes, newest first, each within `runtime.stop_timeout_s`; end the job."""
-        for name in reversed(list(self._meshes)):
-            await self._bounded(f"stopping the {name} mesh", self._meshes.pop(name).stop())
+        """Stop all meshes within `runtime.stop_timeout_s`; end the job."""
+        meshes, self._meshes = self._meshes, {}
+        await asyncio.gather(
+            *(self._bounded(f"stopping the {name} mesh", mesh.stop()) for name, mesh in meshes.items())
+        )
         if self._job is not None:
             job, self._job = self._job, None
             with contextlib.suppress(Exception):

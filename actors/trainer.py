@@ -52,7 +52,6 @@ class TrainerActor(Actor):
             config.model,
             config.loss,
             temperature=config.generator.sampling.temperature,
-            max_completion_tokens=config.rollout.max_completion_tokens,
             total_steps=config.loop.steps,
             seed=config.seed,
             output_dir=config.output_dir,
@@ -63,7 +62,14 @@ class TrainerActor(Actor):
             name = "float32" if device == "cpu" else "bfloat16"
         self.dtype = getattr(torch, name)
         if int(os.environ["RANK"]) == 0:
-            self.sender = make_sender(config.weights.transport, fallback_dir=config.output_dir / "weights")
+            self.sender = make_sender(
+                config.weights.transport,
+                fallback_dir=config.output_dir / "weights",
+                device=device,
+                colocate=config.runtime.colocate,
+                workers=config.generator.replicas * config.generator.tp,
+                host=os.environ["MASTER_ADDR"],
+            )
         return {"parameters": float(self.trainer.num_parameters)}
 
     @endpoint

@@ -55,7 +55,8 @@ def _byte_tokenizer() -> Any:
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     inner.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
-    return PreTrainedTokenizerFast(
+    make: Any = PreTrainedTokenizerFast
+    return make(
         tokenizer_object=inner,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
@@ -85,7 +86,8 @@ def _tiny_model(tokenizer: Any) -> Any:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return Qwen3ForCausalLM(config).eval()
+        model: Any = Qwen3ForCausalLM(config)
+        return model.eval()
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +97,7 @@ def monarch_faults() -> Iterator[list[Any]]:
     Its own hook interrupts the main thread, which would end the whole test session.
     """
     faults: list[Any] = []
-    actor = sys.modules.get("monarch.actor")
+    actor: Any = sys.modules.get("monarch.actor")
     if actor is None:
         yield faults
         return

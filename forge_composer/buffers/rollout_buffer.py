@@ -124,7 +124,6 @@ class RolloutBuffer:
                     break
                 self._sort_head(ticket, version)
                 self._changed.notify_all()
-            self._taken.update(ticket.slots)
             ticket.depth = len(self._finished)
         return ticket
 
@@ -144,12 +143,17 @@ class RolloutBuffer:
         elif max(rewards) == min(rewards):
             ticket.zero_variance.append(group)
             if self.zero_variance == "drop":
-                ticket.slots.append(group.group_id)
+                self._keep_slot(ticket, group)
             self._count_barren(f"all rewards equal to {rewards[0]:g}")
         else:
             ticket.groups.append(group)
-            ticket.slots.append(group.group_id)
+            self._keep_slot(ticket, group)
             self._barren.clear()
+
+    def _keep_slot(self, ticket: BatchTicket, group: RolloutGroup) -> None:
+        """The group counts towards the batch: its slot stays taken until `release`."""
+        ticket.slots.append(group.group_id)
+        self._taken.add(group.group_id)
 
     def _count_barren(self, why: str) -> None:
         self._barren[why] = self._barren.get(why, 0) + 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shutil
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -238,6 +239,20 @@ def _launcher(found: Findings) -> None:
                 'set it to 1, or runtime.launcher to "slurm" or "kubernetes" ("process" imitates hosts here)',
                 also=("runtime.launcher",),
             )
+    if runtime.launcher == "slurm" and shutil.which("sbatch") is None:
+        found.add(
+            "runtime.launcher",
+            "there is no `sbatch` on this machine",
+            "start the run on a node that can submit Slurm jobs",
+            machine_local=True,
+        )
+    if runtime.launcher == "kubernetes" and importlib.util.find_spec("kubernetes") is None:
+        found.add(
+            "runtime.launcher",
+            "the Python package `kubernetes`, which Monarch's KubernetesJob needs, is not installed",
+            "pip install 'forge-composer[kubernetes]'",
+            machine_local=True,
+        )
     image = runtime.kubernetes.image
     if runtime.launcher == "kubernetes" and image is not None and not re.fullmatch(r"\S+", image):
         found.add(

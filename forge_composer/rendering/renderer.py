@@ -172,6 +172,20 @@ class ChatRenderer:
             return False
         return self._continuation_text([*history, answer, turn], [answer], tools) is not None
 
+    def turn_ids(self, history: Sequence[Message], tools: Tools) -> list[int]:
+        """Ids of the history's last assistant turn with its turn-end token, as the template writes it.
+
+        For turns that nobody sampled: demonstrations, and a teacher's action as a preference.
+        """
+        before = self._render(history[:-1], tools)
+        after = self._render(history, tools, generation=False)
+        turn, end, _ = after.removeprefix(before).partition(self._turn_end)
+        if not after.startswith(before) or not end:
+            raise TemplateError(
+                f"{self.name}: the template does not write an assistant turn after its prompt"
+            )
+        return self._encode(turn + end)
+
     # -- ids to text --------------------------------------------------------------------------------
 
     def decode(self, completion_ids: Sequence[int]) -> str:
@@ -228,7 +242,7 @@ class ChatRenderer:
                 lambda found: found[0] if found[0] in keep else self._guards[found[0]], value
             )
         if isinstance(value, dict):
-            return {key: self._guard(item, keep) for key, item in value.items()}
+            return {self._guard(key, keep): self._guard(item, keep) for key, item in value.items()}
         if isinstance(value, list):
             return [self._guard(item, keep) for item in value]
         return value

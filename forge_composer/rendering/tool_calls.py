@@ -29,6 +29,9 @@ CALL_CLOSE = "</tool_call>"
 THINK_OPEN = "<think>"
 THINK_CLOSE = "</think>"
 
+MAX_DEPTH = 64
+"""Deepest nesting of a call's arguments."""
+
 _SPACE = re.compile(r"\s*")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -118,7 +121,7 @@ def _read_call(body: str, start: int) -> tuple[str, dict[str, Any], int]:
         where = problem.pos - begin
         raise _MalformedCallError(f"not valid JSON ({problem.msg} at character {where})") from None
     except RecursionError:
-        raise _MalformedCallError("the JSON is nested too deeply") from None
+        raise _MalformedCallError(f"the JSON is nested more than {MAX_DEPTH} levels deep") from None
     except ValueError:
         raise _MalformedCallError("the JSON holds an integer with too many digits") from None
     name, arguments = _check_call(value)
@@ -137,20 +140,23 @@ def _check_call(value: Any) -> tuple[str, dict[str, Any]]:
     arguments = value.get("arguments", {})
     if not isinstance(arguments, dict):
         raise _MalformedCallError('"arguments" is not a JSON object')
-    if _has_surrogate(name) or _has_surrogate(arguments):
-        raise _MalformedCallError("a string holds half of a surrogate pair")
+    _check_values(name, arguments)
     return name, arguments
 
 
-def _has_surrogate(value: Any) -> bool:
-    """True if any string in the value could not be encoded as UTF-8."""
-    if isinstance(value, str):
-        return _SURROGATE.search(value) is not None
-    if isinstance(value, dict):
-        return any(_has_surrogate(key) or _has_surrogate(item) for key, item in value.items())
-    if isinstance(value, list):
-        return any(_has_surrogate(item) for item in value)
-    return False
+def _check_values(*values: Any) -> None:
+    """Refuse what later stages cannot carry: half surrogate pairs (no UTF-8) and deep nesting."""
+    waiting = [(value, 0) for value in values]
+    while waiting:
+        value, depth = waiting.pop()
+        if depth > MAX_DEPTH:
+            raise _MalformedCallError(f"the JSON is nested more than {MAX_DEPTH} levels deep")
+        if isinstance(value, str) and _SURROGATE.search(value):
+            raise _MalformedCallError("a string holds half of a surrogate pair")
+        if isinstance(value, dict):
+            waiting += [(item, depth + 1) for pair in value.items() for item in pair]
+        elif isinstance(value, list):
+            waiting += [(item, depth + 1) for item in value]
 
 
 def _skip_space(text: str, start: int) -> int:

@@ -158,7 +158,7 @@ class EpisodeRunner:
             logprobs=completion.logprobs,
             versions=completion.versions,
             finish_reason=completion.finish_reason,
-            action=parse_action(self.renderer.decode(completion.token_ids)),
+            action=parse_action(self.renderer.decode(completion.token_ids), id_prefix=f"call_{number}"),
             generate_s=time.perf_counter() - began,
             opens_sample=opens_sample,
         )

@@ -156,6 +156,20 @@ FILES: dict[str, tuple[dict[str, Any], str, str, str, str]] = {
         "message",
     ),
     "attention on CPU": ({"model__attention": "varlen"}, "model.attention", '"varlen"', "need CUDA", "dense"),
+    "no kubernetes client": (
+        {"runtime__launcher": "kubernetes"},
+        "runtime.launcher",
+        '"kubernetes"',
+        "not installed",
+        "forge-composer[kubernetes]",
+    ),
+    "kubernetes image": (
+        {"runtime__launcher": "kubernetes", "runtime__kubernetes__image": "my image"},
+        "runtime.kubernetes.image",
+        '"my image"',
+        "no container image",
+        "attach to pods",
+    ),
     "device of a cluster": (
         {"runtime__launcher": "slurm", "runtime__device": "auto"},
         "runtime.device",
@@ -323,6 +337,12 @@ def test_output_dir_that_is_a_file(write_config: Write, tmp_path: Path) -> None:
     (tmp_path / "run").touch()
     with pytest.raises(ConfigError, match="this is a file"):
         load(write_config())
+
+
+def test_slurm_where_there_is_none(write_config: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ConfigError, match="no `sbatch` on this machine"):
+        load(write_config(runtime__launcher="slurm", weights__transport="message"))
 
 
 def test_cuda_without_gpus(write_config: Write, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 import tomllib
 from collections.abc import Callable
@@ -100,7 +101,7 @@ def test_sync_config_differs_from_async_only_in_its_lag(checkout: Path) -> None:
 def test_visible_gpus(
     monkeypatch: pytest.MonkeyPatch, visible: str | None, driver: int, expected: int
 ) -> None:
-    monkeypatch.setattr(machine.importlib.metadata, "version", lambda name: "2.13.0")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.13.0")
     monkeypatch.setattr(machine, "_driver_gpus", lambda: driver)
     if visible is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -110,6 +111,6 @@ def test_visible_gpus(
 
 
 def test_a_cpu_build_of_torch_sees_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine.importlib.metadata, "version", lambda name: "2.13.0+cpu")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.13.0+cpu")
     monkeypatch.setattr(machine, "_driver_gpus", lambda: 8)
     assert machine.visible_gpus() == 0

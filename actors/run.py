@@ -1,0 +1,84 @@
+"""A whole run: meshes up, controller, export, meshes down, and a summary however it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from collections.abc import Iterator
+
+from forge_composer.actors.meshes import Meshes
+from forge_composer.config import Config
+from forge_composer.loop import Controller, Parts
+from forge_composer.recorder import RunRecorder
+from forge_composer.rendering.renderer import ChatRenderer
+from forge_composer.rollout.episode import EpisodeRunner, TokenLimits
+
+
+class Run:
+    """One run of one config. `recorder` exists from the start, so that nothing that happens is lost."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.recorder = RunRecorder(config)
+        self.meshes = Meshes(config)
+
+    async def train(self) -> None:
+        """Train to the end. However it ends, the processes are stopped and the summary is written.
+
+        Raises:
+            Exception: what ended the run; the reason has been reported.
+            asyncio.CancelledError: the run was interrupted.
+        """
+        try:
+            await self._train()
+        except asyncio.CancelledError:
+            self.recorder.close("interrupted")
+            raise
+        except BaseException as error:
+            reasons = [f"{type(leaf).__name__}: {leaf}" for leaf in leaves(error)]
+            (self.recorder.folder / "error.txt").write_text(
+                "".join(traceback.format_exception(error)) + "\n".join(self.meshes.runtime.faults),
+                encoding="utf-8",
+            )
+            self.recorder.close("failed", "; ".join(dict.fromkeys(reasons)))
+            raise
+        self.recorder.close("completed")
+
+    async def _train(self) -> None:
+        renderer = await asyncio.to_thread(ChatRenderer.from_folder, self.config.model.path)
+        self.recorder.phase("starting the processes")
+        async with self.meshes as meshes:
+            self.recorder.started(meshes.start_seconds)
+            parts = Parts(
+                trainer=meshes.trainer,
+                generators=meshes.generators,
+                environments=meshes.environments,
+                buffer=meshes.buffer,
+                runner=EpisodeRunner(renderer, meshes.environments, self.config.rollout, self._limits()),
+                recorder=self.recorder,
+            )
+            await Controller(self.config, parts).run()
+            if self.config.trainer.export_hf:
+                self.recorder.phase("writing the final policy")
+                await meshes.trainer.export_hf(self.recorder.folder / "checkpoints" / "final_hf")
+
+    def _limits(self) -> TokenLimits:
+        return TokenLimits(
+            max_turn_tokens=self.config.generator.sampling.max_turn_tokens,
+            max_prompt_tokens=self.config.rollout.max_prompt_tokens,
+            max_completion_tokens=self.config.rollout.max_completion_tokens,
+            max_model_len=self.config.generator.max_model_len,
+        )
+
+    async def shutdown(self) -> None:
+        """End Monarch in this process, for good."""
+        await self.meshes.runtime.shutdown()
+
+
+def leaves(error: BaseException) -> Iterator[BaseException]:
+    """The errors inside nested exception groups."""
+    if isinstance(error, BaseExceptionGroup):
+        for member in error.exceptions:
+            yield from leaves(member)
+    else:
+        yield error

@@ -1,0 +1,1 @@
+"""From rollouts to packed global batches. Plain numpy: no torch, so the controller stays light."""

@@ -1,0 +1,1 @@
+"""Rollouts on disk: append-only JSONL whose lines are ATIF trajectories."""

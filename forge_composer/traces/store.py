@@ -1,0 +1,188 @@
+"""Append-only JSONL of trajectories: a line is there as a whole or not at all.
+
+The writer hands each line to the kernel in one `write` on a file opened with O_APPEND, so a killed
+process leaves at most one torn line, the last. The next writer ends that line and goes on below it; the
+reader skips torn lines and reports them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from forge_composer.traces.atif import (
+    TraceFormatError,
+    rollout_from_trajectory,
+    trajectory_from_rollout,
+    validate,
+)
+from forge_composer.types import Rollout
+
+
+class TraceWriter:
+    """Appends rollouts to one trace file. One writer a file: a second one is refused.
+
+    Example:
+        >>> with TraceWriter(folder / "traces" / "train.jsonl", run="demo") as writer:
+        ...     writer.append(rollout)
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        run: str | None = None,
+        model: str | None = None,
+        sampling: Mapping[str, Any] | None = None,
+        fsync: bool = False,
+    ) -> None:
+        """Open or continue a file; folders are made.
+
+        Args:
+            path: the JSONL file.
+            run: name of the run, ATIF `session_id`.
+            model: name of the policy, ATIF `agent.model_name`.
+            sampling: sampling parameters of the run.
+            fsync: wait for the disk after each line, so that a line also survives a power cut.
+
+        Raises:
+            BlockingIOError: another process is writing to the file.
+        """
+        self.path = Path(path)
+        self.count = 0
+        """Lines appended by this writer."""
+        self._about: dict[str, Any] = {"run": run, "model": model, "sampling": sampling}
+        self._fsync = fsync
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._end_torn_line()
+        except BlockingIOError:
+            os.close(self._fd)
+            raise BlockingIOError(f"{self.path} is being written by another process") from None
+
+    def _end_torn_line(self) -> None:
+        size = os.fstat(self._fd).st_size
+        if size and os.pread(self._fd, 1, size - 1) != b"\n":
+            os.write(self._fd, b"\n")
+
+    def append(self, rollout: Rollout) -> None:
+        """Append one rollout.
+
+        Raises:
+            OSError: the line could not be written (disk full); nothing of it is left in the file.
+        """
+        self.append_trajectory(trajectory_from_rollout(rollout, **self._about))
+
+    def append_trajectory(self, document: Mapping[str, Any]) -> None:
+        """Append a trajectory that is valid already."""
+        text = json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        line = text.encode("utf-8", "replace") + b"\n"  # half a surrogate pair has no UTF-8
+        before = os.fstat(self._fd).st_size
+        written = 0
+        try:
+            while written < len(line):  # a single round, unless the disk is full
+                written += os.write(self._fd, line[written:])
+        except OSError:
+            os.ftruncate(self._fd, before)
+            raise
+        if self._fsync:
+            os.fsync(self._fd)
+        self.count += 1
+
+    def close(self) -> None:
+        """Close the file; may be called again."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> TraceWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@dataclass(slots=True, frozen=True)
+class TornLine:
+    """A line that ends before its JSON does: its writer was killed."""
+
+    path: Path
+    line: int
+    """Number of the line, from 1."""
+    size: int
+    """Bytes that are there."""
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: torn line of {self.size} bytes, its writer was interrupted"
+
+
+class TraceReader:
+    """Reads one trace file, or all `*.jsonl` files of a folder in order of name.
+
+    Torn lines are skipped and listed in `torn` once the iteration is past them. Anything else that is
+    not an ATIF trajectory raises `TraceFormatError` with file and line.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        """Take a file or a folder.
+
+        Raises:
+            FileNotFoundError: it does not exist.
+        """
+        self.path = Path(path)
+        if not self.path.exists():
+            raise FileNotFoundError(f"no trace at {self.path}")
+        self.torn: list[TornLine] = []
+
+    @property
+    def files(self) -> list[Path]:
+        """The trace files."""
+        return sorted(self.path.glob("*.jsonl")) if self.path.is_dir() else [self.path]
+
+    def __iter__(self) -> Iterator[Rollout]:
+        """The rollouts; raises `TraceFormatError` also for trajectories of other producers."""
+        for path, number, document in self._documents():
+            try:
+                yield rollout_from_trajectory(document)
+            except TraceFormatError as error:
+                raise TraceFormatError(f"{path}:{number}: {error}") from error
+
+    def trajectories(self) -> Iterator[dict[str, Any]]:
+        """The validated ATIF trajectories, of any producer, as JSON objects."""
+        for _, _, document in self._documents():
+            yield document
+
+    def _documents(self) -> Iterator[tuple[Path, int, dict[str, Any]]]:
+        self.torn = []
+        for path in self.files:
+            with path.open("rb") as stream:
+                for number, line in enumerate(stream, start=1):
+                    document = self._document(path, number, line)
+                    if document is not None:
+                        yield path, number, document
+
+    def _document(self, path: Path, number: int, line: bytes) -> dict[str, Any] | None:
+        content = line.strip()
+        if not content:
+            return None
+        try:
+            document: dict[str, Any] = json.loads(content)
+            validate(document)
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            if not content.startswith(b"{"):
+                raise TraceFormatError(f"{path}:{number}: not a JSON object") from error
+            self.torn.append(TornLine(path, number, len(content)))
+            return None
+        except TraceFormatError as error:
+            raise TraceFormatError(f"{path}:{number}: {error}") from None
+        return document

@@ -1,0 +1,1 @@
+"""Training the policy with torchtitan's parts; one `PolicyTrainer` a rank. Knows nothing of Monarch."""

@@ -1,0 +1,1 @@
+"""The tiny policy: its tokenizer, its synthetic traces and its supervised warm-up."""

@@ -1,0 +1,134 @@
+"""Supervised warm-up of the tiny policy, in one process: traces in, a Hugging Face folder out."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forge_composer.envs.micro_grammar import Difficulty
+from forge_composer.rendering.renderer import ChatRenderer
+from forge_composer.warmup.tokenizer import END_OF_TEXT, TURN_END, train_tokenizer
+from forge_composer.warmup.traces import WarmupSkill, make_traces, trace_ids, trace_texts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+
+@dataclass(slots=True, frozen=True)
+class WarmupConfig:
+    """Sizes and schedule. The defaults made the policy in `assets/tiny_policy`."""
+
+    difficulty: Difficulty = "easy"
+    seed: int = 0
+    vocab_size: int = 768
+    layers: int = 4
+    hidden: int = 128
+    intermediate: int = 512
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    max_positions: int = 2048
+    steps: int = 1500
+    batch_tokens: int = 6144
+    lr: float = 3e-3
+    warmup: int = 50
+    skill: WarmupSkill = WarmupSkill()
+
+
+def build_tokenizer(config: WarmupConfig, traces: int = 600) -> PreTrainedTokenizerFast:
+    """Train the tokenizer on the texts of the first traces."""
+    stream = itertools.islice(make_traces(config.difficulty, config.skill, config.seed), traces)
+    return train_tokenizer((text for trace in stream for text in trace_texts(trace)), config.vocab_size)
+
+
+def build_model(config: WarmupConfig, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+    """A randomly initialised Qwen3 with tied embeddings, float32."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(config.seed)
+    end = tokenizer.convert_tokens_to_ids(TURN_END)
+    model: Any = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden,
+            intermediate_size=config.intermediate,
+            num_hidden_layers=config.layers,
+            num_attention_heads=config.heads,
+            num_key_value_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            max_position_embeddings=config.max_positions,
+            tie_word_embeddings=True,
+            rope_theta=10000.0,
+            bos_token_id=None,
+            eos_token_id=end,
+            pad_token_id=tokenizer.convert_tokens_to_ids(END_OF_TEXT),
+            dtype="float32",
+        )
+    )
+    return model  # type: ignore[no-any-return]
+
+
+def batches(
+    config: WarmupConfig, renderer: ChatRenderer, pad_id: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Endless padded batches: ids [B, T], attention mask [B, T], labels [B, T] (-100 but for assistant turns)."""
+    traces = make_traces(config.difficulty, config.skill, config.seed + 1)
+    while True:
+        rows: list[tuple[list[int], list[bool]]] = []
+        longest = 0
+        while (len(rows) + 1) * longest < config.batch_tokens:
+            rows.append(trace_ids(next(traces), renderer))
+            longest = max(longest, len(rows[-1][0]))
+        ids_BT = torch.full((len(rows), longest), pad_id)
+        mask_BT = torch.zeros((len(rows), longest), dtype=torch.long)
+        labels_BT = torch.full((len(rows), longest), -100)
+        for row, (ids, own) in enumerate(rows):
+            ids_BT[row, : len(ids)] = torch.tensor(ids)
+            mask_BT[row, : len(ids)] = 1
+            labels_BT[row, : len(ids)] = ids_BT[row, : len(ids)].masked_fill(~torch.tensor(own), -100)
+        yield ids_BT, mask_BT, labels_BT
+
+
+def train(
+    config: WarmupConfig, folder: Path, report: Callable[[int, float, float], None] = lambda *_: None
+) -> None:
+    """Train and write a Hugging Face folder (weights, config, tokenizer, chat template).
+
+    Args:
+        config: what to train.
+        folder: where to write.
+        report: called each step with (step, loss in nats per token, seconds so far).
+    """
+    tokenizer = build_tokenizer(config)
+    renderer = ChatRenderer(tokenizer)
+    model = build_model(config, tokenizer)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.98), weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, config.lr, total_steps=config.steps, pct_start=min(config.warmup / config.steps, 0.5)
+    )
+    began = time.perf_counter()
+    model.train()
+    stream = batches(config, renderer, int(tokenizer.convert_tokens_to_ids(END_OF_TEXT)))
+    for step, (ids, mask, labels) in zip(range(config.steps), stream, strict=False):
+        loss = model(input_ids=ids, attention_mask=mask, labels=labels).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad(set_to_none=True)
+        report(step, loss.item(), time.perf_counter() - began)
+        if (step + 1) % 250 == 0:
+            save(model, tokenizer, folder)
+    save(model, tokenizer, folder)
+
+
+def save(model: Any, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Write a checkpoint folder."""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

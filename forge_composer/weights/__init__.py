@@ -1,0 +1,1 @@
+"""How a policy version travels from the trainer to the generators."""

@@ -52,6 +52,7 @@ class TrainerActor(Actor):
             config.model,
             config.loss,
             temperature=config.generator.sampling.temperature,
+            max_completion_tokens=config.rollout.max_completion_tokens,
             total_steps=config.loop.steps,
             seed=config.seed,
             output_dir=config.output_dir,

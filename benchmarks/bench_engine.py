@@ -3,7 +3,7 @@
     python benchmarks/bench_engine.py --json benchmarks/results/engine_cpu.json
 
 Compares, on a random Qwen3 of 0.9 million parameters and on CPU, each in a fresh process:
-    thread   forge_composer.generation.engine: in-process LLMEngine, stepped in a thread of its own (the default)
+    thread   forge_composer.generation.engine: in-process LLMEngine, stepped in a thread (the default)
     inline   the same engine, stepped on the event loop
     async    vLLM's AsyncLLM: engine core and worker in processes of their own
 docs/decisions/0004-in-process-llmengine.md discusses the figures.
@@ -154,9 +154,8 @@ async def measure(mode: str, folder: Path) -> dict[str, Any]:
             rates.append(tokens / (time.perf_counter() - start))
             stop.set()
             pauses.append(await ticker)
-        result[f"tokens_per_s_{count}"] = statistics.median(rates)
-        result[f"tokens_per_s_{count}_range"] = [min(rates), max(rates)]
-        result[f"loop_pause_ms_{count}"] = 1e3 * statistics.median(pauses)
+        result[f"tokens_per_s_{count}"] = rates
+        result[f"loop_pause_ms_{count}"] = [1e3 * pause for pause in pauses]
     me = psutil.Process()
     family = [me, *me.children(recursive=True)]
     result["processes"] = len(family)
@@ -188,12 +187,28 @@ def in_fresh_process(mode: str, folder: Path) -> dict[str, Any]:
     return result
 
 
+def pooled(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The runs of one mode as one row: median of all samples and, for throughput, their range."""
+    row: dict[str, Any] = {"mode": runs[0]["mode"], "processes": runs[0]["processes"]}
+    row["start_s"] = [round(run["start_s"], 1) for run in runs]
+    row["rss_mib"] = runs[-1]["rss_mib"]
+    row["pss_mib"] = runs[-1]["pss_mib"]
+    for count in CONCURRENT:
+        rates = [rate for run in runs for rate in run[f"tokens_per_s_{count}"]]
+        row[f"tokens_per_s_{count}"] = round(statistics.median(rates))
+        row[f"tokens_per_s_{count}_range"] = [round(min(rates)), round(max(rates))]
+        pauses = [pause for run in runs for pause in run[f"loop_pause_ms_{count}"]]
+        row[f"loop_pause_ms_{count}"] = round(statistics.median(pauses), 1)
+    return row
+
+
 def main() -> None:
     """Run one mode (`--mode`, used by the script itself) or all of them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--cycles", type=int, default=2, help="times through all modes, forth and back")
     parser.add_argument("--mode", choices=MODES)
     parser.add_argument("--model", type=Path)
     options = parser.parse_args()
@@ -202,12 +217,14 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder))
-        rows = [in_fresh_process(mode, Path(folder)) for mode in MODES]
+        orders = [MODES if cycle % 2 == 0 else MODES[::-1] for cycle in range(options.cycles)]
+        runs = [in_fresh_process(mode, Path(folder)) for order in orders for mode in order]
+        rows = [pooled([run for run in runs if run["mode"] == mode]) for mode in MODES]
     report = {
         "machine": {"cpus": os.cpu_count(), "python": platform.python_version(), "load": os.getloadavg()[0]},
         "concurrent": CONCURRENT,
         "tokens": TOKENS,
-        "rounds": ROUNDS,
+        "rounds": ROUNDS * options.cycles,
         "rows": rows,
     }
     text = json.dumps(report, indent=2)

@@ -270,8 +270,6 @@ class Controller:
             rows_per_microbatch=self.config.trainer.rows_per_microbatch,
             num_rollouts=sum(len(group.rewards) for group in ticket.groups),
             version=self.version,
-            aggregation=self.config.loss.grpo.aggregation,
-            max_completion_tokens=self.config.rollout.max_completion_tokens,
         )
 
     # -- weights ------------------------------------------------------------------------------------

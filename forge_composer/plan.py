@@ -101,7 +101,7 @@ def _meshes(config: Config, device: str) -> str:
             f"{generator.tp} = {_count(engines, 'process', 'processes')}",
         ),
         ("environment", _environment(config)),
-        ("buffer", "in the controller"),
+        ("buffer", "1 process"),
         ("weights", f"{config.weights.transport}, after each optimizer step"),
     ]
     if device == "cuda":

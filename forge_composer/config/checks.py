@@ -168,6 +168,17 @@ def _loop(found: Findings) -> None:
             "set it to loop.steps or less",
             also=("loop.steps",),
         )
+    sessions = config.environment.workers * config.environment.sessions_per_worker
+    rollouts = config.loop.groups_per_step * config.rollout.group_size
+    if config.loop.max_policy_lag == 0 and sessions < rollouts:
+        found.add(
+            "environment.sessions_per_worker",
+            f"loop.max_policy_lag = 0 runs the {rollouts} rollouts of a step in lockstep, and "
+            f"{config.environment.workers} x {config.environment.sessions_per_worker} = {sessions} sessions "
+            "cannot hold them",
+            f"make environment.workers x sessions_per_worker {rollouts} or more",
+            also=("environment.workers", "loop.max_policy_lag"),
+        )
     if config.loop.eval_every and not config.loop.eval_tasks:
         found.add(
             "loop.eval_every",

@@ -186,7 +186,7 @@ def _pool(
 ) -> list[Arguments]:
     """Different argument tuples to choose `count` from."""
     pool: list[Arguments] = []
-    for _ in range(100 * (_POOL + count)):  # spaces of short arguments repeat themselves
+    for _ in range(4 * (_POOL + count)):  # spaces of short arguments repeat themselves
         if len(pool) == _POOL + count:
             break
         arguments = _arguments(spec, rng, short=short)

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 SUPPORTED = (0, 29)
 """vLLM's major and minor version that the private parts below are known to fit."""
 
+BATCHED_TOKENS = 2048
+"""Most tokens of one step on CPU, if the context is not longer: vLLM's own default."""
+
 WORKER_EXTENSION = f"{__name__}.WorkerExtension"
 """`worker_extension_cls` of the engine."""
 
@@ -115,6 +118,10 @@ def engine_args(
     options: dict[str, Any] = {}
     if on_cpu:
         options["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
+        # A prompt must be computed in one step: after a part of it, vLLM rewinds the request's random
+        # generator, which raises on CPU and stops the whole engine.
+        options["enable_chunked_prefill"] = False
+        options["max_num_batched_tokens"] = max(BATCHED_TOKENS, config.max_model_len)
     else:
         options["gpu_memory_utilization"] = config.gpu_memory_utilization
     if weight_transfer is not None:

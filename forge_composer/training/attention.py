@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from forge_composer.training.titan import Module
 
@@ -68,19 +68,14 @@ class DocumentAttention(Module):  # type: ignore[misc]  # torchtitan ships no ty
         **_: Any,
     ) -> Tensor:
         """Attend within each document. The names of the tensors are those torchtitan's sharding looks for."""
-        pieces_TNH = (
-            t.flatten(0, 1).split(list(attention_masks.lengths)) for t in (q_BLNH, k_BLNH, v_BLNH)
-        )
+        pieces_TNH = (t.flatten(0, 1).split(list(attention_masks.lengths)) for t in (q_BLNH, k_BLNH, v_BLNH))
         out = []
         for q, k, v, single in zip(*pieces_TNH, attention_masks.single_tokens, strict=True):
-            if single:
-                out.append(v.repeat_interleave(q.shape[1] // v.shape[1], dim=1))
-                continue
-            attended_NTH = F.scaled_dot_product_attention(
-                *(t.transpose(0, 1)[None] for t in (q, k, v)),
-                is_causal=True,
-                scale=scale,
-                enable_gqa=enable_gqa,
-            )[0]
-            out.append(attended_NTH.transpose(0, 1))
+            # As batches of documents: one of T tokens, or T of one token. The latter could be v itself, but
+            # then a rank that has nothing but padding would give FSDP no gradient of q and k to reduce.
+            q, k, v = (t[:, :, None] if single else t.transpose(0, 1)[None] for t in (q, k, v))
+            attended = scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa
+            )
+            out.append(attended[:, :, 0] if single else attended[0].transpose(0, 1))
         return torch.cat(out).view_as(q_BLNH)

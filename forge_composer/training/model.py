@@ -1,207 +1,195 @@
-"""The policy as a torchtitan model: built from a Hugging Face folder, parallelised, loaded, exported."""
+"""The policy: a Qwen3 dense model of any size, from a Hugging Face folder to sharded parameters and back.
+
+Shape suffixes: B = rows, L = positions, D = hidden size, N = selected tokens, V = vocabulary.
+"""
 
 from __future__ import annotations
 
-import json
-import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
-import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from forge_composer.config.model_folder import ModelSizes, read_config, sizes_of
 from forge_composer.training import titan
-from forge_composer.training.attention import DenseMaskAttention, PackedQwen3
-
-Attention = Literal["dense", "flex", "varlen"]
-_LINEAR_INIT = {"weight": partial(nn.init.normal_, std=0.02), "bias": nn.init.zeros_}
-_NORM_INIT = {"weight": nn.init.ones_}
-
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "generation_config.json",
-)
+from forge_composer.training.attention import DocumentAttention, document_spans
 
 
-class UnsupportedModelError(ValueError):
-    """The checkpoint folder holds a model that the trainer cannot build."""
+class PolicyModel(titan.Qwen3Model):  # type: ignore[misc]  # torchtitan ships no types
+    """torchtitan's Qwen3 with the LM head applied to selected positions only.
+
+    Most tokens of a rollout are context; their logits would be the largest tensor of the step and are never
+    looked at. The selection is inside `forward`, so that FSDP's hooks see one forward pass.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(titan.Qwen3Model.Config):  # type: ignore[misc]
+        """As torchtitan's."""
+
+    _skip_lm_head = True
+
+    def forward(
+        self, tokens_BL: Tensor, *, positions_BL: Tensor, attention_masks: Any, select_N: Tensor
+    ) -> Tensor:
+        """Logits at the flat positions `select_N` (row x L + position).
+
+        Returns:
+            [N, V] in the compute dtype; under tensor parallelism a DTensor sharded over V.
+        """
+        hidden_BLD = super().forward(tokens_BL, positions_BL, attention_masks)
+        if isinstance(hidden_BLD, DTensor):  # replicated over the tensor-parallel ranks
+            hidden_BLD = hidden_BLD.to_local()
+        hidden_ND = hidden_BLD.flatten(0, 1).index_select(0, select_N)
+        logits_NV: Tensor = self.lm_head(hidden_ND)
+        return logits_NV
+
+    def get_attention_masks(self, positions_BL: Tensor) -> Any:
+        """What the configured attention needs to keep documents apart; they start at position 0."""
+        if isinstance(self.config.first_attention.inner_attention, DocumentAttention.Config):
+            return document_spans(positions_BL)
+        return super().get_attention_masks(positions_BL)
 
 
-def model_config(folder: Path, attention: Attention) -> Any:
-    """torchtitan's config of the Qwen3 dense model in a Hugging Face folder.
+def resolve_attention(attention: str, device: str) -> str:
+    """`auto` for the device; otherwise the name itself.
 
     Raises:
-        UnsupportedModelError: another architecture, or an option that torchtitan's Qwen3 does not have.
+        ValueError: the attention needs CUDA and the device is another.
     """
-    hf = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    _refuse_unsupported(hf, folder)
-    norm = partial(_norm, eps=float(hf["rms_norm_eps"]))
-    dim, heads = hf["hidden_size"], hf["num_attention_heads"]
-    head_dim = hf.get("head_dim") or dim // heads
-    rope = titan.CosSinRoPE.Config(
-        dim=head_dim, max_seq_len=hf["max_position_embeddings"], theta=_rope_theta(hf)
+    if attention == "auto":
+        return "flex" if device == "cuda" else "dense"
+    if attention != "dense" and device != "cuda":
+        raise ValueError(f"model.attention = {attention!r} needs CUDA; use 'dense' or 'auto' on {device}")
+    return attention
+
+
+def model_config(folder: Path, *, attention: str, tp: int) -> PolicyModel.Config:
+    """torchtitan's model config for a Hugging Face folder.
+
+    Args:
+        folder: holds `config.json` of a Qwen3 dense model.
+        attention: `dense`, `flex` or `varlen`.
+        tp: tensor-parallel degree.
+
+    Raises:
+        ValueError: the folder holds another architecture, or an option that is not supported.
+    """
+    content = read_config(folder)
+    if content is None:
+        raise ValueError(f"model.path: {folder} has no readable config.json")
+    _refuse_unsupported(content, folder, tp)
+    sizes = sizes_of(content)
+    norm_eps = float(content.get("rms_norm_eps", 1e-6))
+    rope = content.get("rope_parameters") or {}
+    theta = float(rope.get("rope_theta", content.get("rope_theta", 10000.0)))
+    inner_attention = (
+        DocumentAttention.Config() if attention == "dense" else titan.get_attention_config(attention)
     )
-    inner = DenseMaskAttention.Config() if attention == "dense" else titan.get_attention_config(attention)
-    layers = [
-        titan.Qwen3TransformerBlock.Config(
-            attention_norm=norm(dim),
-            ffn_norm=norm(dim),
-            attention=titan.make_gqa_config(
-                dim=dim,
-                n_heads=heads,
-                n_kv_heads=hf["num_key_value_heads"],
-                head_dim=head_dim,
-                wqkv_param_init=_LINEAR_INIT,
-                wo_param_init=_LINEAR_INIT,
-                inner_attention=inner,
-                fuse_qkv=False,  # full state dicts and exports stay simple; Muon wants whole matrices
-                rope=rope,
-                qk_norm=norm(head_dim),
-            ),
-            feed_forward=titan.make_ffn_config(
-                dim=dim,
-                hidden_dim=hf["intermediate_size"],
-                w1_param_init=_LINEAR_INIT,
-                w2w3_param_init=_LINEAR_INIT,
-            ),
-        )
-        for _ in range(hf["num_hidden_layers"])
-    ]
-    tied = bool(hf.get("tie_word_embeddings", False))
-    return PackedQwen3.Config(
-        vocab_size=hf["vocab_size"],
-        dim=dim,
-        norm=norm(dim),
-        enable_weight_tying=tied,
+    config = PolicyModel.Config(
+        vocab_size=sizes.vocab,
+        dim=sizes.hidden,
+        enable_weight_tying=sizes.tied,
+        norm=_norm(sizes.hidden, norm_eps),
         tok_embeddings=titan.Embedding.Config(
-            num_embeddings=hf["vocab_size"],
-            embedding_dim=dim,
-            param_init={"weight": titan.skip_param_init} if tied else {"weight": _LINEAR_INIT["weight"]},
+            num_embeddings=sizes.vocab, embedding_dim=sizes.hidden, param_init=_NO_INIT
         ),
-        lm_head=titan.Linear.Config(
-            in_features=dim, out_features=hf["vocab_size"], param_init=_LINEAR_INIT
+        lm_head=titan.Linear.Config(in_features=sizes.hidden, out_features=sizes.vocab, param_init=_NO_INIT),
+        layers=[_layer(sizes, norm_eps, theta, inner_attention) for _ in range(sizes.layers)],
+    )
+    titan.set_qwen3_sharding_config(config, enable_sp=True, enable_ep=False)
+    return config
+
+
+_NO_INIT = {"weight": titan.skip_param_init}
+"""Weights always come from a checkpoint. (Drawing them here would be wrong on CPU as well: without a DTensor
+random-number tracker every rank draws the same numbers for its own shard.)"""
+
+
+def _norm(size: int, eps: float) -> Any:
+    return titan.RMSNorm.Config(normalized_shape=size, eps=eps, param_init=_NO_INIT)
+
+
+def _layer(sizes: ModelSizes, norm_eps: float, theta: float, inner_attention: Any) -> Any:
+    return titan.Qwen3TransformerBlock.Config(
+        attention_norm=_norm(sizes.hidden, norm_eps),
+        ffn_norm=_norm(sizes.hidden, norm_eps),
+        attention=titan.make_gqa_config(
+            dim=sizes.hidden,
+            n_heads=sizes.heads,
+            n_kv_heads=sizes.kv_heads,
+            head_dim=sizes.head_dim,
+            wqkv_param_init=_NO_INIT,
+            wo_param_init=_NO_INIT,
+            inner_attention=inner_attention,
+            fuse_qkv=False,
+            rope=titan.CosSinRoPE.Config(dim=sizes.head_dim, max_seq_len=sizes.max_positions, theta=theta),
+            qk_norm=_norm(sizes.head_dim, norm_eps),
         ),
-        layers=layers,
+        feed_forward=titan.make_ffn_config(
+            dim=sizes.hidden,
+            hidden_dim=sizes.intermediate,
+            w1_param_init=_NO_INIT,
+            w2w3_param_init=_NO_INIT,
+        ),
     )
 
 
-def _norm(dim: int, eps: float) -> Any:
-    return titan.RMSNorm.Config(normalized_shape=dim, eps=eps, param_init=_NORM_INIT)
-
-
-def _rope_theta(hf: dict[str, Any]) -> float:
-    """transformers 5 moved the base into `rope_parameters`."""
-    parameters = hf.get("rope_parameters") or {}
-    return float(parameters.get("rope_theta", hf.get("rope_theta", 10000.0)))
-
-
-def _refuse_unsupported(hf: dict[str, Any], folder: Path) -> None:
-    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    reasons = [
-        (hf.get("model_type") != "qwen3", f"model_type {hf.get('model_type')!r} is not 'qwen3'"),
-        (bool(hf.get("attention_bias")), "attention_bias"),
-        (bool(hf.get("use_sliding_window")), "use_sliding_window"),
-        (rope.get("rope_type", "default") != "default", f"rope_type {rope.get('rope_type')!r}"),
+def _refuse_unsupported(content: dict[str, Any], folder: Path, tp: int) -> None:
+    """Everything in a `config.json` that would silently give another model."""
+    rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    problems = [
+        f"{field} = {content.get(field)!r} ({remedy})"
+        for field, wrong, remedy in (
+            ("model_type", content.get("model_type") != "qwen3", "only Qwen3 dense models are supported"),
+            ("hidden_act", content.get("hidden_act", "silu") != "silu", "only silu is supported"),
+            ("attention_bias", bool(content.get("attention_bias")), "biases are not supported"),
+            ("use_sliding_window", bool(content.get("use_sliding_window")), "set it to false"),
+        )
+        if wrong
     ]
-    for wrong, reason in reasons:
-        if wrong:
-            raise UnsupportedModelError(f"{folder / 'config.json'}: {reason} is not supported; use a Qwen3 dense model")
+    if rope_type != "default":
+        problems.append(f"rope type {rope_type!r} (remove the scaling; only 'default' is supported)")
+    for field in ("num_attention_heads", "num_key_value_heads"):
+        if isinstance(content.get(field), int) and content[field] % tp:
+            problems.append(f"{field} = {content[field]} (trainer.parallelism.tp = {tp} must divide it)")
+    if problems:
+        raise ValueError(f"model.path: {folder / 'config.json'} has " + "; ".join(problems))
 
 
-@dataclass(slots=True)
-class Policy:
-    """The parallelised model of this rank, and what loads and exports it."""
-
-    model: Any
-    adapter: Any
-    parallel_dims: Any
-    source: Path
-
-    def forward(self, token_ids_BL: Tensor, positions_BL: Tensor) -> Tensor:
-        """Logits [B, L, V]; under tensor parallelism a DTensor sharded over the vocabulary."""
-        masks = self.model.get_attention_masks(positions_BL)
-        logits: Tensor = self.model(token_ids_BL, positions=positions_BL, attention_masks=masks)
-        return logits
-
-    def load_hf(self) -> None:
-        """Read the source folder's safetensors, each rank its own shards."""
-        state = self.adapter.to_hf(self.model.state_dict())
-        dcp.load(state, storage_reader=self.adapter.get_hf_storage_reader(str(self.source)))
-        self.model.load_state_dict(self.adapter.from_hf(state), strict=False)
-
-    def hf_state_dict(self, dtype: torch.dtype) -> dict[str, Tensor] | None:
-        """All weights under Hugging Face names on rank 0, None elsewhere. A collective on all ranks.
-
-        Gathered one tensor at a time: the peak is one rank's shard plus the result on rank 0.
-        """
-        keep = dist.get_rank() == 0
-        state: dict[str, Tensor] = {}
-        for name, value in self.adapter.to_hf(self.model.state_dict()).items():
-            whole = value.full_tensor() if isinstance(value, DTensor) else value
-            if keep:
-                state[name] = whole.detach().to(device="cpu", dtype=dtype, copy=True).contiguous()
-        return state if keep else None
-
-    def export_hf(self, folder: Path, dtype: torch.dtype) -> None:
-        """Write a Hugging Face folder that transformers and vLLM load. A collective on all ranks."""
-        state = self.hf_state_dict(dtype)
-        if state is not None:
-            from safetensors.torch import save_file
-
-            folder.mkdir(parents=True, exist_ok=True)
-            config = json.loads((self.source / "config.json").read_text(encoding="utf-8"))
-            config["dtype"] = str(dtype).removeprefix("torch.")
-            (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-            for name in TOKENIZER_FILES:
-                if (self.source / name).exists():
-                    shutil.copyfile(self.source / name, folder / name)
-            save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-        dist.barrier()
+def share_rope_caches(model: PolicyModel) -> None:
+    """Let all layers read one table of rotations; each layer of torchtitan's model would keep its own."""
+    caches = [layer.attention.rope for layer in model.layers.values()]
+    for rope in caches[1:]:
+        rope.cache = caches[0].cache
 
 
-def build_policy(
-    folder: Path,
-    *,
-    attention: Attention,
-    parallelism: Any,
-    training: Any,
-    activation_checkpointing: Literal["none", "selective", "full"],
-    parallel_dims: Any,
-    device: str,
-) -> Policy:
-    """Build on the meta device, shard, allocate, load. Weights are never initialised at random on shards."""
-    config = model_config(folder, attention)
-    runtime = SimpleNamespace(parallelism=parallelism, training=training, debug=titan.DebugConfig())
-    config.update_from_config(config=runtime)  # fills in the sharding plan, so before the build
-    with torch.device("meta"):
-        model = config.build()
-    recompute = {"none": None, "selective": titan.SelectiveAC.Config(), "full": titan.FullAC.Config()}
-    model = titan.parallelize_qwen3(
-        model,
-        parallel_dims=parallel_dims,
-        training=training,
-        parallelism=parallelism,
-        compile_config=titan.CompileConfig(),
-        ac_config=recompute[activation_checkpointing],
-        dump_folder="",
-    )
-    if device == "cpu":
-        titan.use_sum_reductions(model)
-    model.to_empty(device=device)
-    with torch.no_grad():
-        model.init_states(buffer_device=None)  # the rotary tables; weights come next
-    policy = Policy(model, titan.Qwen3StateDictAdapter(config, str(folder)), parallel_dims, folder)
-    policy.load_hf()
-    return policy
+def load_hf(model: PolicyModel, folder: Path) -> None:
+    """Load the folder's safetensors, each rank only its shards; other dtypes are converted.
+
+    Raises:
+        ValueError: a weight is missing or has another shape.
+    """
+    adapter = titan.Qwen3StateDictAdapter(model.config, None)
+    wanted = adapter.to_hf(model.state_dict())
+    try:
+        dcp.load(wanted, storage_reader=adapter.get_hf_storage_reader(str(folder)))
+    except (RuntimeError, ValueError, KeyError, dcp.api.CheckpointException) as error:
+        raise ValueError(
+            f"model.path: the safetensors in {folder} do not fit its config.json: {error}"
+        ) from error
+    model.load_state_dict(adapter.from_hf(wanted), strict=True)
+
+
+def hf_tensors(model: PolicyModel) -> Iterator[tuple[str, Tensor]]:
+    """Full tensors under Hugging Face names, one at a time; a tied LM head is left out.
+
+    A collective: every rank iterates to the end. The tensors may share memory with the parameters.
+    """
+    adapter = titan.Qwen3StateDictAdapter(model.config, None)
+    for name, value in adapter.to_hf(model.state_dict()).items():
+        yield name, value.full_tensor() if isinstance(value, DTensor) else value

@@ -1,46 +1,34 @@
-"""One rank of the policy trainer: forward, loss, backward, step, and what the generators need of it.
+"""One rank of the policy trainer: FSDP2, HSDP and tensor parallelism on CPU and CUDA by the same code.
 
-All methods are collectives: every rank calls them with the same arguments, in the same order.
-Gradients are sums over ranks and micro-batches of losses whose weights hold the global divisor, so a
-global batch has one gradient, whatever the layout.
+Every public method is a collective: all ranks call it with equal arguments.
+
+Shape suffixes: R = rows, L = positions, N = selected tokens, V = vocabulary.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from forge_composer.batching.packing import GlobalBatch
-from forge_composer.config.schema import LossConfig, ModelConfig, OptimizerConfig, TrainerConfig
-from forge_composer.kernels.token_logprobs import shard_start, token_logprobs
-from forge_composer.losses.grpo import grpo_loss
+from forge_composer.batching.packing import GlobalBatch, Microbatch
+from forge_composer.config.schema import LossConfig, ModelConfig, TrainerConfig
+from forge_composer.kernels.token_logprobs import token_logprobs
+from forge_composer.losses.grpo import aggregation_weights, grpo_loss
 from forge_composer.training import titan
-from forge_composer.training.model import Attention, build_policy
-from forge_composer.training.step_metrics import StepMetrics
+from forge_composer.training.hf_folder import folder_dtype, write_hf_folder
+from forge_composer.training.metrics import StepMetrics
+from forge_composer.training.model import hf_tensors, load_hf, model_config, resolve_attention
+from forge_composer.training.scoring import ScoreBatch, plan_scores
+from forge_composer.training.setup import build_checkpointer, build_model, build_optimizer, build_scheduler
 from forge_composer.types import ScoreRequest
 
 
 class PolicyTrainer:
-    """The trainer of one rank; RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must be set.
-
-    Args:
-        config: layout, optimizer, precision.
-        model: the policy's folder and the kind of attention.
-        loss: the losses.
-        temperature: sampling temperature of training rollouts; logits are divided by it.
-        total_steps: optimizer steps of the run, for the learning-rate schedule.
-        seed: fixes the random state. Nothing is drawn from it in a step: there is no dropout.
-        output_dir: run folder; checkpoints go to `checkpoints/` in it.
-        device: "cpu" (gloo) or "cuda" (NCCL).
-    """
+    """Holds this rank's shard of the policy and of its optimizer."""
 
     def __init__(
         self,
@@ -49,243 +37,264 @@ class PolicyTrainer:
         loss: LossConfig,
         *,
         temperature: float,
+        max_completion_tokens: int,
         total_steps: int,
         seed: int,
         output_dir: Path,
         device: str,
     ) -> None:
-        self.config = config
-        self.loss = loss
-        self.temperature = temperature
-        self.version = 0
-        """Optimizer steps taken."""
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
+        """Join the process group, build and shard the model, load its weights.
+
+        RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must be in the environment.
+
+        Args:
+            config: layout, optimizer, sequence length.
+            model: the Hugging Face folder and the attention.
+            loss: the loss.
+            temperature: that the training tokens are sampled at, and scored at.
+            max_completion_tokens: Dr. GRPO's constant.
+            total_steps: length of the learning-rate schedule, in optimizer steps.
+            seed: of torch's generator; the same on all ranks.
+            output_dir: the run's folder; checkpoints go to `checkpoints` in it.
+            device: "cpu" or "cuda".
+
+        Raises:
+            ValueError: the model folder or the layout is not supported; the message names field and remedy.
+        """
+        self.config, self.loss, self.model_path = config, loss, model.path
+        self.temperature, self.max_completion_tokens = temperature, max_completion_tokens
+        self.steps_taken = 0
+        self.attention = resolve_attention(model.attention, device)
+        self.device = titan.select_device(device)
+        self._owns_process_group = not dist.is_initialized()
+        world_size = titan.join_process_group(config.timeout_s, str(output_dir))
         torch.manual_seed(seed)
-        self.parallel_dims = self._join(config, output_dir, device)
-        self.device = torch.device(device)
-        training = titan.TrainingConfig(seq_len=config.seq_len, mixed_precision_param=config.dtype)
-        self.policy = build_policy(
-            model.path,
-            attention=_attention(model, device),
-            parallelism=self._parallelism,
-            training=training,
-            activation_checkpointing=config.activation_checkpointing,
-            parallel_dims=self.parallel_dims,
-            device=device,
-        )
-        self.optimizers = _optimizer(config.optimizer, device).build(model_parts=[self.policy.model])
-        self.schedulers = _scheduler(config).build(optimizers=self.optimizers, training_steps=total_steps)
-        self.checkpoints = self._checkpoint_manager(output_dir)
-        self.num_parameters = sum(p.numel() for p in self.policy.model.parameters())
 
-    def _join(self, config: TrainerConfig, output_dir: Path, device: str) -> Any:
-        """Enter the process group and lay the device mesh."""
-        layout = config.parallelism
-        self._parallelism = titan.ParallelismConfig(
-            data_parallel_replicate_degree=layout.dp_replicate,
-            data_parallel_shard_degree=layout.dp_shard,
-            tensor_parallel_degree=layout.tp,
-            spmd_backend=titan.SPMD_BACKEND,
-        )
-        if device == "cuda":
-            import os
+        tp = config.parallelism.tp
+        self.parallel_dims = titan.parallel_dims(config.parallelism, world_size)
+        titan_config = model_config(model.path, attention=self.attention, tp=tp)
+        self.model = build_model(titan_config, config, self.parallel_dims, self.device)
+        load_hf(self.model, model.path)
+        self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        self.optimizers = build_optimizer(config.optimizer, self.model, device)
+        self.schedulers = build_scheduler(config.scheduler, self.optimizers, total_steps)
+        self.checkpointer = build_checkpointer(config, self, output_dir)
 
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        world = titan.dist_utils.init_distributed(titan.CommConfig(), base_folder=str(output_dir))
-        parallel_dims = titan.ParallelDims.from_config(self._parallelism, dist.get_world_size() or world)
-        titan.dist_utils.set_spmd_backend(titan.SPMD_BACKEND)
-        parallel_dims.build_mesh()
-        self._context = titan.dist_utils.get_spmd_context(parallel_dims=parallel_dims)
-        batch, tensor = parallel_dims.get_optional_mesh("batch"), parallel_dims.get_optional_mesh("tp")
-        self.dp_group = batch.get_group() if batch is not None else None
-        self.dp_rank = batch.get_local_rank() if batch is not None else 0
-        self.tp_group = tensor.get_group() if tensor is not None else None
-        return parallel_dims
+        batch_mesh = self.parallel_dims.get_optional_mesh("batch")
+        self.dp_rank = 0 if batch_mesh is None else batch_mesh.get_local_rank()
+        self.dp_degree = 1 if batch_mesh is None else batch_mesh.size()
+        self.dp_group = None if batch_mesh is None else batch_mesh.get_group()
 
-    def _checkpoint_manager(self, output_dir: Path) -> Any:
-        config = titan.CheckpointManager.Config(
-            enable=self.config.checkpoint_every > 0,
-            folder="checkpoints",
-            interval=1,  # the loop decides when
-            last_save_model_only=False,
-            keep_latest_k=self.config.keep_checkpoints,
-            async_mode="async",
-        )
-        return config.build(
-            dataloader=None,
-            model_parts=[self.policy.model],
-            optimizers=self.optimizers,
-            lr_schedulers=self.schedulers,
-            states={"train_state": self},
-            sd_adapter=self.policy.adapter,
-            base_folder=str(output_dir),
-        )
-
-    # -- what a checkpoint holds beside model, optimizer and schedule --------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """Version and random state."""
-        return {"version": torch.tensor(self.version), "torch_rng": torch.get_rng_state()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a version and its random state."""
-        self.version = int(state["version"])
-        torch.set_rng_state(state["torch_rng"])
+    @property
+    def version(self) -> int:
+        """Policy version: optimizer steps taken."""
+        return self.steps_taken
 
     # -- training -----------------------------------------------------------------------------------
 
     def train_step(self, batch: GlobalBatch) -> dict[str, float]:
-        """One optimizer step on one global batch; the metrics are those of the whole batch."""
-        metrics = StepMetrics(self.device)
-        self.policy.model.train()
-        self.optimizers.zero_grad()
-        for number in range(batch.num_microbatches):
-            with self._context():
-                self._forward_backward(self._to_device(batch, number), batch.version, metrics)
-        parameters = [p for p in self.policy.model.parameters() if p.requires_grad]
-        norm = titan.dist_utils.clip_grad_norm_(
-            parameters, self.config.optimizer.max_grad_norm, foreach=True
-        )
-        lr = next(iter(self.schedulers.get_metrics().values()))
+        """One optimizer step on one global batch.
+
+        The proximal policy is the policy at the start of the step.
+
+        Returns:
+            Metrics over the whole batch, the same on every rank.
+
+        Raises:
+            ValueError: the batch is laid out for another number of data-parallel ranks.
+            FloatingPointError: the gradient is not finite; the weights are left as they were.
+        """
+        metrics = self.accumulate_gradients(batch)
+        learning_rate = float(self.schedulers.schedulers[0].get_last_lr()[0])
+        grad_norm = self._clip_gradients()
         self.optimizers.step()
         self.schedulers.step()
-        self.version += 1
-        values = metrics.reduce(self.dp_group)
-        values |= {"train/grad_norm": float(_whole(norm)), "train/lr": float(lr)}
-        return values
-
-    def _to_device(self, batch: GlobalBatch, number: int) -> dict[str, Tensor]:
-        names = ("token_ids", "positions", "targets", "mask", "advantages", "logprobs", "versions", "weights")
-        return {
-            name: torch.from_numpy(np.ascontiguousarray(getattr(batch, name)[number, self.dp_rank])).to(
-                self.device
-            )
-            for name in names
+        self.optimizers.zero_grad()
+        self.steps_taken += 1
+        return metrics | {
+            "grad_norm": grad_norm,
+            "lr": learning_rate,
+            "tokens/trained": float(batch.trained_tokens),
+            "tokens/total": float(batch.total_tokens),
         }
 
-    def _forward_backward(self, part: dict[str, Tensor], version: int, metrics: StepMetrics) -> None:
-        mask = part["mask"]
-        logp_N, entropy_N = self._token_logprobs(
-            self.policy.forward(part["token_ids"], part["positions"]), part["targets"], mask
+    def accumulate_gradients(self, batch: GlobalBatch) -> dict[str, float]:
+        """Forward and backward over all micro-batches; leaves the gradient of the global loss in place."""
+        if batch.dp_degree != self.dp_degree:
+            raise ValueError(
+                f"the batch is laid out for {batch.dp_degree} data-parallel ranks, the trainer has "
+                f"{self.dp_degree} (dp_replicate x dp_shard)"
+            )
+        self.model.train()
+        metrics = StepMetrics(self.device)
+        for index in range(batch.num_microbatches):
+            microbatch = batch.microbatch(
+                index,
+                self.dp_rank,
+                # flex attention is compiled for the shapes it sees
+                trim=self.attention == "dense",
+                multiple=self.config.parallelism.tp,
+            )
+            self._forward_backward(microbatch, batch, metrics)
+        return metrics.reduce(self.dp_group, batch.trained_tokens)
+
+    def _forward_backward(self, part: Microbatch, batch: GlobalBatch, metrics: StepMetrics) -> None:
+        mask_N = self._tensor(part.mask_N)
+        generator_logprobs_N = self._tensor(part.logprobs_N)
+        logprobs_N, entropy_N = self._logprobs(
+            self._tensor(part.token_ids_RL),
+            self._tensor(part.positions_RL),
+            self._tensor(part.select_N),
+            self._tensor(part.targets_N),
+            self.temperature,
         )
-        options = self.loss.grpo
-        output = grpo_loss(
-            logp_N,
-            logp_N.detach(),  # one step a batch: the proximal policy is the policy at its start
-            part["logprobs"][mask],
-            part["advantages"][mask],
-            part["weights"][mask],
-            clip_low=options.clip_low,
-            clip_high=options.clip_high,
-            tis_cap=options.tis_cap,
+        grpo = self.loss.grpo
+        weights_N, divisor = aggregation_weights(
+            grpo.aggregation,
+            self._tensor(part.sequence_weights_N),
+            num_rollouts=batch.num_rollouts,
+            trained_tokens=batch.trained_tokens,
+            max_completion_tokens=self.max_completion_tokens,
         )
-        output.loss.backward()
+        terms = grpo_loss(
+            logprobs_N,
+            logprobs_N.detach(),
+            generator_logprobs_N,
+            self._tensor(part.advantages_N),
+            mask_N,
+            divisor=divisor,
+            clip_low=grpo.clip_low,
+            clip_high=grpo.clip_high,
+            tis_cap=grpo.tis_cap,
+            weights_N=weights_N,
+        )
+        terms.loss.backward()
         metrics.add(
-            output,
-            logp_N=logp_N.detach(),
+            terms,
+            logprobs_N=logprobs_N,
+            generator_logprobs_N=generator_logprobs_N,
             entropy_N=entropy_N,
-            logp_generator_N=part["logprobs"][mask],
-            on_policy_N=part["versions"][mask] == version,
+            mask_N=mask_N,
+            on_policy_N=self._tensor(part.versions_N) == self.version,
         )
 
-    def _token_logprobs(self, logits_BLV: Tensor, targets_BL: Tensor, mask_BL: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy at the masked positions, [N] each, in row-major order."""
-        group, start = None, 0
-        if isinstance(logits_BLV, DTensor):
-            vocab = logits_BLV.shape[-1]
-            if self.tp_group is not None and logits_BLV.placements[-1].is_shard(2):
-                group = self.tp_group
-                start = shard_start(vocab, dist.get_rank(group), dist.get_world_size(group))
-            logits_BLV = logits_BLV.to_local()
-        return token_logprobs(
-            logits_BLV[mask_BL], targets_BL[mask_BL], temperature=self.temperature, vocab_start=start, group=group
+    def _clip_gradients(self) -> float:
+        norm = titan.dist_utils.clip_grad_norm_(
+            list(self.model.parameters()), self.config.optimizer.max_grad_norm, foreach=True
         )
+        grad_norm = float(norm)
+        if grad_norm != grad_norm or grad_norm == float("inf"):
+            self.optimizers.zero_grad()
+            raise FloatingPointError(
+                f"the gradient norm of step {self.version + 1} is {grad_norm}; the step was not taken"
+            )
+        return grad_norm
+
+    def _logprobs(
+        self,
+        token_ids_RL: Tensor,
+        positions_RL: Tensor,
+        select_N: Tensor,
+        targets_N: Tensor,
+        temperature: float | Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy at the selected positions."""
+        logits_NV = self.model(
+            token_ids_RL,
+            positions_BL=positions_RL,
+            attention_masks=self.model.get_attention_masks(positions_RL),
+            select_N=select_N,
+        )
+        return token_logprobs(logits_NV, targets_N, temperature=temperature)
+
+    def _tensor(self, array: Any) -> Tensor:
+        return torch.from_numpy(array).to(self.device, non_blocking=True)
 
     # -- scoring ------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def score(self, requests: Sequence[ScoreRequest]) -> list[list[float]]:
-        """Log-probabilities of tokens 1..n-1 of each sequence at its temperature; the same on every rank.
+    def score(self, sequences: list[ScoreRequest]) -> list[list[float]]:
+        """Log-probability (nats) of tokens 1..n-1 of each sequence under the current weights.
 
-        Every rank scores every sequence: the probes are small, and FSDP wants equal forwards.
+        Each at its request's temperature; the sequences are dealt out to the data-parallel ranks, and the
+        result is the same on every rank.
+
+        Raises:
+            ValueError: a sequence is longer than the model's positions.
         """
-        self.policy.model.eval()
-        trained_at = self.temperature
-        scores = []
-        try:
-            for request in requests:
-                ids = torch.tensor([request.token_ids], device=self.device)
-                length = ids.shape[1]
-                padded = torch.zeros((1, -(-length // 64) * 64), dtype=ids.dtype, device=self.device)
-                positions, targets, mask = padded.clone(), padded.clone(), padded.bool()
-                padded[:, :length] = ids
-                positions[0, :length] = torch.arange(length, device=self.device)
-                targets[0, : length - 1] = ids[0, 1:]
-                mask[0, : length - 1] = True
-                self.temperature = request.temperature
-                with self._context():
-                    logp_N, _ = self._token_logprobs(self.policy.forward(padded, positions), targets, mask)
-                scores.append(cast("list[float]", logp_N.tolist()))
-        finally:
-            self.temperature = trained_at
-        return scores
+        plan = plan_scores(
+            sequences,
+            row_length=self.config.seq_len,
+            most_positions=self.model.config.max_seq_len,
+            dp_degree=self.dp_degree,
+            rows_per_forward=self.config.rows_per_microbatch,
+            multiple=self.config.parallelism.tp,
+        )
+        self.model.eval()
+        scores = torch.zeros(plan.total, dtype=torch.float32, device=self.device)
+        for part in plan.forwards(self.dp_rank):
+            self._score_part(part, scores)
+        # A forward pass without a backward leaves FSDP's root gathered; the next update would not reach it.
+        for module in titan.fsdp_modules(self.model):
+            module.reshard()
+        if self.dp_group is not None:
+            dist.all_reduce(scores, group=self.dp_group)
+        return plan.split(scores.tolist())
 
-    # -- weights ------------------------------------------------------------------------------------
+    def _score_part(self, part: ScoreBatch, scores: Tensor) -> None:
+        logprobs_N, _ = self._logprobs(
+            self._tensor(part.token_ids_RL),
+            self._tensor(part.positions_RL),
+            self._tensor(part.select_N),
+            self._tensor(part.targets_N),
+            self._tensor(part.temperatures_N),
+        )
+        scores[self._tensor(part.slots_N)] = logprobs_N[: part.slots_N.size]
+
+    # -- weights and checkpoints ----------------------------------------------------------------------
 
     def hf_state_dict(self, dtype: torch.dtype) -> dict[str, Tensor] | None:
-        """Whole weights under Hugging Face names on rank 0, None elsewhere."""
-        return self.policy.hf_state_dict(dtype)
+        """The policy's full tensors under Hugging Face names, in CPU memory of their own, on rank 0.
+
+        None on the other ranks. A tied LM head is left out, as in Hugging Face checkpoints.
+        """
+        here = dist.get_rank() == 0
+        state: dict[str, Tensor] = {}
+        for name, tensor in hf_tensors(self.model):
+            if here:
+                state[name] = tensor.detach().to("cpu", dtype, copy=True).contiguous()
+        return state if here else None
 
     def export_hf(self, folder: Path) -> None:
-        """Write the policy as a Hugging Face folder, in the dtype that it is trained in."""
-        self.policy.export_hf(Path(folder), getattr(torch, self.config.dtype))
+        """Write the policy as a Hugging Face folder, in the dtype that the original's config declares."""
+        state = self.hf_state_dict(folder_dtype(self.model_path))
+        if state is not None:
+            write_hf_folder(self.model_path, folder, state)
+        dist.barrier()
 
     def save_checkpoint(self, step: int) -> None:
-        """Write a distributed checkpoint in the background."""
-        self.checkpoints.save(step)
+        """Start writing a distributed checkpoint: model, optimizer, scheduler, version.
+
+        It is complete once its `.metadata` is there; `close`, or the next save, waits for it.
+        """
+        self.checkpointer.save(step)
+
+    def load_checkpoint(self, step: int = -1) -> bool:
+        """Continue from checkpoint `step` (-1: the latest complete one); False if there is none."""
+        loaded: bool = self.checkpointer.load(step)
+        return loaded
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the checkpoint holds beside model, optimizer and scheduler."""
+        return {"version": self.steps_taken}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave."""
+        self.steps_taken = int(state["version"])
 
     def close(self) -> None:
-        """Finish a checkpoint that is being written; leave the process group."""
-        if self.config.checkpoint_every:
-            self.checkpoints.close()
-        if dist.is_initialized():
+        """Wait for a checkpoint that is being written, and leave the process group."""
+        self.checkpointer.maybe_wait_for_saving()
+        self.checkpointer.close()
+        if self._owns_process_group and dist.is_initialized():
             dist.destroy_process_group()
-
-
-def _whole(value: Tensor) -> Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def _attention(model: ModelConfig, device: str) -> Attention:
-    if model.attention != "auto":
-        return model.attention
-    return "dense" if device == "cpu" else "flex"
-
-
-def _optimizer(config: OptimizerConfig, device: str) -> Any:
-    return titan.OptimizersContainer.Config(
-        implementation="foreach" if device == "cpu" else "fused",
-        param_groups=[
-            titan.ParamGroupConfig(
-                pattern=r".*",
-                optimizer_name=config.name,
-                optimizer_kwargs={
-                    "lr": config.lr,
-                    "betas": (config.beta1, config.beta2),
-                    "eps": config.eps,
-                    "weight_decay": config.weight_decay,
-                },
-            )
-        ],
-    )
-
-
-def _scheduler(config: TrainerConfig) -> Any:
-    schedule = config.scheduler
-    constant = schedule.decay == "none"
-    return titan.LRSchedulersContainer.Config(
-        warmup_steps=schedule.warmup_steps,
-        decay_type="linear" if constant else schedule.decay,
-        min_lr_factor=1.0 if constant else schedule.min_lr_factor,
-    )

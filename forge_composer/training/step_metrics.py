@@ -63,7 +63,9 @@ class StepMetrics:
             self._maxima = torch.maximum(self._maxima, torch.stack([w.double().max() for w in worst]))
 
     def _add(self, name: str, value: Tensor) -> None:
-        self._sums[name] = self._sums.get(name, torch.zeros((), dtype=torch.float64, device=self._device)) + value
+        self._sums[name] = (
+            self._sums.get(name, torch.zeros((), dtype=torch.float64, device=self._device)) + value
+        )
 
     def reduce(self, group: dist.ProcessGroup | None) -> dict[str, float]:
         """Values of the global batch, the same on every rank."""

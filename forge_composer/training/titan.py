@@ -31,6 +31,8 @@ from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.protocols.module import Module
 
+from forge_composer.config.schema import ParallelismConfig as LayoutConfig
+
 SPMD_BACKEND = "partial_dtensor"
 """The default, `spmd_types`, needs the FSDP2 of torch 2.14."""
 
@@ -60,7 +62,9 @@ def join_process_group(timeout_s: float, folder: str) -> int:
         RuntimeError: a variable of the environment is missing.
     """
     missing = [
-        name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ
+        name
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        if name not in os.environ
     ]
     if missing:
         raise RuntimeError(
@@ -72,6 +76,33 @@ def join_process_group(timeout_s: float, folder: str) -> int:
     world_size: int = dist_utils.init_distributed(comm, base_folder=folder)
     dist_utils.set_spmd_backend(SPMD_BACKEND)
     return world_size
+
+
+def parallelism_config(layout: LayoutConfig) -> ParallelismConfig:
+    """Our layout in torchtitan's terms."""
+    return ParallelismConfig(
+        data_parallel_replicate_degree=layout.dp_replicate,
+        data_parallel_shard_degree=layout.dp_shard,
+        tensor_parallel_degree=layout.tp,
+        spmd_backend=SPMD_BACKEND,
+    )
+
+
+def parallel_dims(layout: LayoutConfig, world_size: int) -> ParallelDims:
+    """The device meshes of a layout.
+
+    Raises:
+        ValueError: the layout does not use exactly the processes that there are.
+    """
+    wanted = layout.dp_replicate * layout.dp_shard * layout.tp
+    if wanted != world_size:
+        raise ValueError(
+            f"trainer.parallelism: dp_replicate x dp_shard x tp = {wanted}, "
+            f"but the trainer has {world_size} processes"
+        )
+    dims = ParallelDims.from_config(parallelism_config(layout), world_size)
+    dims.build_mesh()
+    return dims
 
 
 def fsdp_modules(model: torch.nn.Module) -> list[FSDPModule]:
@@ -113,6 +144,8 @@ __all__ = [
     "join_process_group",
     "make_ffn_config",
     "make_gqa_config",
+    "parallel_dims",
+    "parallelism_config",
     "parallelize_qwen3",
     "select_device",
     "set_qwen3_sharding_config",

@@ -34,16 +34,25 @@ class WarmupConfig:
     kv_heads: int = 2
     head_dim: int = 32
     max_positions: int = 2048
-    steps: int = 1500
-    batch_tokens: int = 6144
-    lr: float = 3e-3
-    warmup: int = 50
-    skill: WarmupSkill = WarmupSkill()
+    batch_tokens: int = 3072
+    lr: float = 2e-3
+    warmup: int = 100
+    phases: tuple[tuple[int, WarmupSkill], ...] = (
+        (1500, WarmupSkill(first_right=1.0, correction_right=1.0, bare_share=0.85)),
+        (500, WarmupSkill()),
+    )
+    """(steps, skill): flawless practice first, which a small model needs to find the mapping from sentence
+    to code at all; then traces of the agent that it is to be."""
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of all phases."""
+        return sum(steps for steps, _ in self.phases)
 
 
 def build_tokenizer(config: WarmupConfig, traces: int = 600) -> PreTrainedTokenizerFast:
     """Train the tokenizer on the texts of the first traces."""
-    stream = itertools.islice(make_traces(config.difficulty, config.skill, config.seed), traces)
+    stream = itertools.islice(make_traces(config.difficulty, WarmupSkill(), config.seed), traces)
     return train_tokenizer((text for trace in stream for text in trace_texts(trace)), config.vocab_size)
 
 
@@ -77,8 +86,16 @@ def build_model(config: WarmupConfig, tokenizer: PreTrainedTokenizerFast) -> Qwe
 def batches(
     config: WarmupConfig, renderer: ChatRenderer, pad_id: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """The batches of all phases, in order."""
+    for phase, (steps, skill) in enumerate(config.phases):
+        yield from itertools.islice(_phase_batches(config, phase, skill, renderer, pad_id), steps)
+
+
+def _phase_batches(
+    config: WarmupConfig, phase: int, skill: WarmupSkill, renderer: ChatRenderer, pad_id: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Endless padded batches: ids [B, T], attention mask [B, T], labels [B, T] (-100 but for assistant turns)."""
-    traces = make_traces(config.difficulty, config.skill, config.seed + 1)
+    traces = make_traces(config.difficulty, skill, config.seed + 1 + phase)
     while True:
         rows: list[tuple[list[int], list[bool]]] = []
         longest = 0
@@ -115,7 +132,7 @@ def train(
     began = time.perf_counter()
     model.train()
     stream = batches(config, renderer, int(tokenizer.convert_tokens_to_ids(END_OF_TEXT)))
-    for step, (ids, mask, labels) in zip(range(config.steps), stream, strict=False):
+    for step, (ids, mask, labels) in enumerate(stream):
         loss = model(input_ids=ids, attention_mask=mask, labels=labels).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -137,6 +137,27 @@ def test_more_requests_than_sequences(engine: Any, old_model: Model, reference: 
     assert_sampled_from(old_model[0], asked[-1], got[-1], reference)
 
 
+def test_more_prompt_tokens_than_a_step_takes(engine: Any, old_model: Model, reference: Reference) -> None:
+    # Prompts without common blocks, 2,800 tokens in all: they cannot all be computed in one step.
+    prompts = [tuple(3 + (i * j + i) % 90 for j in range(350)) for i in range(1, 9)]
+    asked = [request(f"r{i}", prompt, seed=i) for i, prompt in enumerate(prompts)]
+    got = engine.run(batch, asked)
+    for one, completion in zip(asked, got, strict=True):
+        assert_sampled_from(old_model[0], one, completion, reference)
+    assert [one.token_ids for one in got] == [one.token_ids for one in engine.run(batch, asked)]
+
+
+def test_too_little_kv_cache_for_all_at_once(
+    start_host: Callable[..., Any], old_model: Model, reference: Reference
+) -> None:
+    host = start_host(old_model[1], kv_cache_gib=8 / 2**13)  # 8 blocks of 128 tokens at 1 KiB a token
+    asked = [request(f"r{i}", LONG_PROMPT[i:120], seed=i, max_new_tokens=250) for i in range(6)]
+    for one, got in zip(asked, host.run(batch, asked), strict=True):  # 3 blocks each at the end
+        assert len(got.token_ids) == 250
+        assert_sampled_from(old_model[0], one, got, reference)
+    host.close()
+
+
 async def join_late(engine: Any, long: SamplingRequest, short: SamplingRequest) -> list[str]:
     ended: list[str] = []
 

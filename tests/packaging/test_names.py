@@ -31,7 +31,7 @@ root = Path(sys.argv[1]).resolve()
 names = collections.defaultdict(list)
 for name, module in list(sys.modules.items()):
     file = getattr(module, "__file__", None)
-    if file and Path(file).resolve().is_relative_to(root):
+    if file and Path(file).resolve().is_relative_to(root) and "site-packages" not in Path(file).parts:
         names[str(Path(file).resolve())].append(name)
 print(json.dumps({
     "kernels": kernels.__file__,

@@ -10,7 +10,13 @@ from typing import Any
 import torch
 
 from forge_composer.batching.packing import pack_samples
-from forge_composer.config.schema import LossConfig, ModelConfig, OptimizerConfig, ParallelismConfig, TrainerConfig
+from forge_composer.config.schema import (
+    LossConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelismConfig,
+    TrainerConfig,
+)
 from forge_composer.training.policy_trainer import PolicyTrainer
 from forge_composer.types import ScoreRequest, TrainingSample
 
@@ -37,7 +43,9 @@ def make_samples(count: int = 9, seed: int = 0, vocab: int = 256) -> list[Traini
 
 def make_trainer(model: Path, **layout: Any) -> PolicyTrainer:
     options = {"dtype": "float32", "seq_len": 64, "rows_per_microbatch": layout.pop("rows", 1)}
-    options |= {key: layout.pop(key) for key in ("activation_checkpointing", "checkpoint_every") if key in layout}
+    options |= {
+        key: layout.pop(key) for key in ("activation_checkpointing", "checkpoint_every") if key in layout
+    }
     parallelism = ParallelismConfig(**layout)
     nproc = parallelism.dp_replicate * parallelism.dp_shard * parallelism.tp
     optimizer = OptimizerConfig(lr=1e-3, max_grad_norm=1e9)
@@ -75,7 +83,9 @@ def one_step(model: Path, layout: dict[str, Any], empty: bool = False) -> dict[s
     if empty:
         for sample in samples:
             sample.action_mask = [False] * len(sample)
-    scores = trainer.score([ScoreRequest(tuple(samples[0].token_ids)), ScoreRequest(tuple(samples[1].token_ids), 0.5)])
+    scores = trainer.score(
+        [ScoreRequest(tuple(samples[0].token_ids)), ScoreRequest(tuple(samples[1].token_ids), 0.5)]
+    )
     batch = pack(trainer, samples, rows)
     gradients: dict[str, torch.Tensor] = {}
     step = trainer.optimizers.step

@@ -1,54 +1,83 @@
-"""Runs a function of this folder on several gloo ranks and brings back what each returned."""
+"""Runs a function on several ranks, each a process with its place in a gloo group in the environment."""
 
 from __future__ import annotations
 
-import importlib
+import multiprocessing as mp
 import os
-import pickle
 import socket
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
-HERE = Path(__file__).parent
+_CONTEXT = mp.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["forge_composer.training.policy_trainer"])  # torch is imported once
 
 
-def run_ranks(target: str, world: int, *args: Any, timeout: float = 240) -> list[Any]:
-    """Call `module:function(*args)` in `world` processes with the rank variables set."""
+def free_port() -> int:
+    """A TCP port that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "args").write_bytes(pickle.dumps((target, args)))
-        processes = []
-        for rank in range(world):
-            environment = os.environ | {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(world),
-                "LOCAL_WORLD_SIZE": str(world),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": os.pathsep.join([str(HERE.parent.parent), str(HERE)]),
-            }
-            command = [sys.executable, __file__, folder, str(rank)]
-            processes.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
-        try:
-            errors = [process.communicate(timeout=timeout)[1] for process in processes]
-        finally:
-            for process in processes:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """What torchrun would set."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def run_ranks(worker: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
+    """`worker(*args)` on every rank; what each returned (numpy arrays and plain values), by rank."""
+    port = free_port()
+    readers, processes = [], []
+    for rank in range(world_size):
+        reader, writer = _CONTEXT.Pipe(duplex=False)
+        environment = rank_environment(rank, world_size, port)
+        process = _CONTEXT.Process(target=_run, args=(writer, environment, worker, args), daemon=True)
+        process.start()
+        writer.close()
+        readers.append(reader)
+        processes.append(process)
+    try:
+        return _collect(readers, timeout_s)
+    finally:
+        for process in processes:
+            process.join(5.0)
+            if process.is_alive():
                 process.kill()
-        for rank, (process, error) in enumerate(zip(processes, errors, strict=True)):
-            assert process.returncode == 0, f"rank {rank}:\n{error[-4000:]}"
-        return [pickle.loads((Path(folder) / f"result-{rank}").read_bytes()) for rank in range(world)]
+                process.join()
 
 
-if __name__ == "__main__":
-    folder, rank = Path(sys.argv[1]), sys.argv[2]
-    target, args = pickle.loads((folder / "args").read_bytes())
-    module, _, function = target.partition(":")
-    result = getattr(importlib.import_module(module), function)(*args)
-    (folder / f"result-{rank}").write_bytes(pickle.dumps(result))
+def _collect(readers: list[Connection], timeout_s: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    while len(results) < len(readers):
+        pending = [reader for rank, reader in enumerate(readers) if rank not in results]
+        ready = wait(pending, timeout_s)
+        if not ready:
+            raise TimeoutError(f"ranks {sorted(set(range(len(readers))) - set(results))} did not answer")
+        for reader in ready:
+            error, result = reader.recv()  # type: ignore[union-attr]
+            if error:
+                raise AssertionError(f"a rank failed:\n{error}")
+            results[readers.index(reader)] = result  # type: ignore[arg-type]
+    return [results[rank] for rank in range(len(readers))]
+
+
+def _run(writer: Connection, environment: dict[str, str], worker: Callable[..., Any], args: Any) -> None:
+    os.environ.update(environment)
+    try:
+        import torch
+
+        torch.set_num_threads(1)
+        writer.send(("", worker(*args)))
+    except BaseException:
+        writer.send((traceback.format_exc(), None))
+    writer.close()

@@ -34,6 +34,7 @@ class GeneratorActor(Actor):
     def __init__(self) -> None:
         self.engine: GenerationEngine | None = None
         self.receiver: WeightReceiver | None = None
+        self.timeout_s: float | None = None
 
     @property
     def _ready(self) -> GenerationEngine:
@@ -49,6 +50,7 @@ class GeneratorActor(Actor):
         `first_gpu + i tp` on.
         """
         began = time.perf_counter()
+        self.timeout_s = config.generator.timeout_s
         if device == "cuda":
             local = index % (config.generator.replicas // config.runtime.generator_hosts)
             _show_gpus(first_gpu + local * config.generator.tp, config.generator.tp)
@@ -71,13 +73,13 @@ class GeneratorActor(Actor):
 
     @concurrent_endpoint
     async def generate(self, request: SamplingRequest) -> Completion:
-        """Sample one completion."""
-        return await self._ready.generate(request)
+        """Sample one completion; past its deadline the request is taken out of the engine."""
+        return await asyncio.wait_for(self._ready.generate(request), self.timeout_s)
 
     @concurrent_endpoint
     async def generate_batch(self, requests: Sequence[SamplingRequest]) -> list[Completion]:
         """Sample several completions, admitted together in the given order."""
-        return await self._ready.generate_batch(list(requests))
+        return await asyncio.wait_for(self._ready.generate_batch(list(requests)), self.timeout_s)
 
     @concurrent_endpoint
     async def score(self, requests: Sequence[ScoreRequest]) -> list[list[float]]:

@@ -22,6 +22,7 @@ from forge_composer.actors.runtime import MonarchRuntime, Role
 from forge_composer.actors.trainer import TrainerClient
 from forge_composer.config import Config
 from forge_composer.config.machine import resolve_device
+from forge_composer.weights.shared_memory import SHARED_MEMORY, sweep
 
 CLOSE_TIMEOUT_S = 5.0
 """Longest wait for the actors' own clean-up before their processes are stopped."""
@@ -96,3 +97,5 @@ class Meshes:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await asyncio.gather(*closing, return_exceptions=True)
         await self.runtime.stop()
+        if self.config.weights.transport == "shared_memory":
+            sweep(SHARED_MEMORY)  # what a trainer that was killed has left

@@ -28,6 +28,7 @@ from typing import Any
 from forge_composer.config.schema import RuntimeConfig
 
 os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY", "1s")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # one NUMA remark from each process otherwise
 
 
 @dataclass(slots=True, frozen=True)

@@ -216,7 +216,7 @@ def _generator_rows(config: Config, device: str, sizes: ModelSizes) -> list[tupl
         room = max(0.0, generator.gpu_memory_utilization * ASSUMED_GPU_GIB * GIB - weights)
         label = f"KV cache at {generator.gpu_memory_utilization:g} of an {ASSUMED_GPU_GIB} GiB GPU"
     else:
-        room = -(-generator.kv_cache_gib // 1) * GIB
+        room = generator.kv_cache_gib * GIB
         label = "KV cache"
     tokens = int(room // per_token)
     longest = generator.max_num_seqs * generator.max_model_len

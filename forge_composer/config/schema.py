@@ -184,7 +184,7 @@ class GeneratorConfig(Section):
     max_num_seqs: PositiveInt = 64
     """Most sequences that an engine decodes at once."""
     kv_cache_gib: PositiveFloat = 1.0
-    """KV cache of one engine on CPU, GiB (a whole number is used, rounded up)."""
+    """KV cache of one engine on CPU, GiB."""
     gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
     """Share of the GPU that one engine may use (CUDA)."""
     enforce_eager: bool = True

@@ -9,24 +9,25 @@ from torch import Tensor
 from forge_composer.losses.grpo import GRPOLoss
 
 _MEANS = (
-    "entropy",
-    "ratio/mean",
-    "clip/low_frac",
-    "clip/high_frac",
-    "tis/mean",
-    "tis/capped_frac",
-    "logprob_diff/mean",
+    "train/entropy",
+    "train/ratio_mean",
+    "train/clip_low_frac",
+    "train/clip_high_frac",
+    "train/tis_mean",
+    "train/tis_capped_frac",
+    "train/behaviour_diff_mean",
 )
-_SUMS = ("loss/grpo", "logprob_diff/on_policy_tokens")
-_MAXIMA = ("ratio/max", "tis/max", "logprob_diff/max", "logprob_diff/on_policy_max")
+_SUMS = ("train/loss", "train/tokens_on_policy", "train/logprob_diff_mean")
+_MAXIMA = ("train/ratio_max", "train/tis_max", "train/behaviour_diff_max", "train/logprob_diff_max")
 
 
 class StepMetrics:
     """Sums and maxima over trained tokens.
 
-    `tis/mean` is of the weights that were applied, `tis/max` of the ratios before the cap;
-    `logprob_diff` is |trainer - generator|, and `on_policy` are the tokens that the very weights being
-    trained have sampled. Everything is 0 where there is no token.
+    `tis_mean` is of the weights that were applied, `tis_max` of the ratios before the cap. Both differences
+    are |trainer - generator| in nats: `behaviour_diff` over all trained tokens, so that the policy lag is in
+    it; `logprob_diff` over those that the very weights being trained have sampled, where only the numerics
+    of two implementations can differ. Everything is 0 where there is no token.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -57,7 +58,11 @@ class StepMetrics:
             difference_N,
         )
         sums = [_masked(values_N, mask_N).sum() for values_N in per_token]
-        sums += [terms.loss.detach().double(), on_policy_N.sum().double()]
+        sums += [
+            terms.loss.detach().double(),
+            on_policy_N.sum().double(),
+            _masked(difference_N, on_policy_N).sum(),
+        ]
         self.sums += torch.stack(sums)
         maxima = [
             _masked(values_N, mask_N).max() for values_N in (terms.ratio_N, terms.importance_N, difference_N)
@@ -75,6 +80,7 @@ class StepMetrics:
         metrics = {name: total / count for name, total in zip(_MEANS, sums, strict=False)}
         metrics |= zip(_SUMS, sums[len(_MEANS) :], strict=True)
         metrics |= zip(_MAXIMA, self.maxima.tolist(), strict=True)
+        metrics["train/logprob_diff_mean"] /= max(1.0, metrics["train/tokens_on_policy"])
         return metrics
 
 

@@ -7,6 +7,7 @@ Shape suffixes: R = rows, L = positions, N = selected tokens, V = vocabulary.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -112,10 +113,10 @@ class PolicyTrainer:
         self.optimizers.zero_grad()
         self.steps_taken += 1
         return metrics | {
-            "grad_norm": grad_norm,
-            "lr": learning_rate,
-            "tokens/trained": float(batch.trained_tokens),
-            "tokens/total": float(batch.total_tokens),
+            "train/grad_norm": grad_norm,
+            "train/lr": learning_rate,
+            "train/tokens": float(batch.trained_tokens),
+            "train/tokens_forwarded": float(batch.total_tokens),
         }
 
     def accumulate_gradients(self, batch: GlobalBatch) -> dict[str, float]:
@@ -183,7 +184,7 @@ class PolicyTrainer:
             list(self.model.parameters()), self.config.optimizer.max_grad_norm, foreach=True
         )
         grad_norm = float(norm)
-        if grad_norm != grad_norm or grad_norm == float("inf"):
+        if not math.isfinite(grad_norm):
             self.optimizers.zero_grad()
             raise FloatingPointError(
                 f"the gradient norm of step {self.version + 1} is {grad_norm}; the step was not taken"

@@ -63,16 +63,16 @@ def make_traces(difficulty: Difficulty, skill: WarmupSkill, seed: int) -> Iterat
 
 def make_trace(task: MicroTask, skill: WarmupSkill, rng: random.Random) -> Trace:
     """One trace on one task."""
-    if rng.random() < skill.bare_share:
-        return Trace(
-            [Message(role="user", content=task.module_source)],
-            [],
-            [(_write(_attempt(task, skill.first_right, rng)), [])],
-        )
-    trace = Trace(prompts.initial_messages(task.module_source), prompts.TOOLS)
+    bare = rng.random() < skill.bare_share
+    trace = Trace([Message(role="user", content=task.module_source)], [])
+    if not bare:
+        trace = Trace(prompts.initial_messages(task.module_source), prompts.TOOLS)
     right = skill.first_right
     if rng.random() < skill.hint_share:
         right = _add_hint(trace, task, skill, rng)
+    if bare:
+        trace.turns.append((_write(_attempt(task, right, rng)), []))
+        return trace
     for chance in (right, skill.correction_right):
         body = _attempt(task, chance, rng)
         answer = trusted_report(task, body)

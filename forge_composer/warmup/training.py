@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 
 from forge_composer.envs.micro_grammar import Difficulty
 from forge_composer.rendering.renderer import ChatRenderer
@@ -35,14 +36,16 @@ class WarmupConfig:
     head_dim: int = 32
     max_positions: int = 2048
     batch_tokens: int = 3072
-    lr: float = 2e-3
+    lr: float = 4e-3
     warmup: int = 100
     phases: tuple[tuple[int, WarmupSkill], ...] = (
-        (1500, WarmupSkill(first_right=1.0, correction_right=1.0, bare_share=0.85)),
-        (500, WarmupSkill()),
+        (1600, WarmupSkill(first_right=1.0, correction_right=1.0, bare_share=0.9, hint_share=0.5)),
+        (400, WarmupSkill()),
     )
-    """(steps, skill): flawless practice first, which a small model needs to find the mapping from sentence
-    to code at all; then traces of the agent that it is to be."""
+    """(steps, skill): flawless practice first, half of it with the solution as a hint (copying is what a small
+    model learns first, and what the rest is built on); then traces of the agent that it is to be."""
+    prompt_weight: float = 0.1
+    """Weight of the loss on tokens that the agent did not write, relative to its own."""
 
     @property
     def steps(self) -> int:
@@ -94,7 +97,7 @@ def batches(
 def _phase_batches(
     config: WarmupConfig, phase: int, skill: WarmupSkill, renderer: ChatRenderer, pad_id: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Endless padded batches: ids [B, T], attention mask [B, T], labels [B, T] (-100 but for assistant turns)."""
+    """Endless padded batches: ids [B, T], attention mask [B, T], loss weights [B, T] (0 in padding)."""
     traces = make_traces(config.difficulty, skill, config.seed + 1 + phase)
     while True:
         rows: list[tuple[list[int], list[bool]]] = []
@@ -104,12 +107,12 @@ def _phase_batches(
             longest = max(longest, len(rows[-1][0]))
         ids_BT = torch.full((len(rows), longest), pad_id)
         mask_BT = torch.zeros((len(rows), longest), dtype=torch.long)
-        labels_BT = torch.full((len(rows), longest), -100)
+        weight_BT = torch.zeros((len(rows), longest))
         for row, (ids, own) in enumerate(rows):
             ids_BT[row, : len(ids)] = torch.tensor(ids)
             mask_BT[row, : len(ids)] = 1
-            labels_BT[row, : len(ids)] = ids_BT[row, : len(ids)].masked_fill(~torch.tensor(own), -100)
-        yield ids_BT, mask_BT, labels_BT
+            weight_BT[row, : len(ids)] = torch.where(torch.tensor(own), 1.0, config.prompt_weight)
+        yield ids_BT, mask_BT, weight_BT
 
 
 def train(
@@ -132,8 +135,11 @@ def train(
     began = time.perf_counter()
     model.train()
     stream = batches(config, renderer, int(tokenizer.convert_tokens_to_ids(END_OF_TEXT)))
-    for step, (ids, mask, labels) in enumerate(stream):
-        loss = model(input_ids=ids, attention_mask=mask, labels=labels).loss
+    for step, (ids_BT, mask_BT, weight_BT) in enumerate(stream):
+        logits_BTV = model(input_ids=ids_BT, attention_mask=mask_BT).logits
+        loss_N = F.cross_entropy(logits_BTV[:, :-1].flatten(0, 1), ids_BT[:, 1:].flatten(), reduction="none")
+        weight_N = weight_BT[:, 1:].flatten()
+        loss = (loss_N * weight_N).sum() / weight_N.sum()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -11,7 +11,9 @@ class ActorCallError(RuntimeError):
 
 
 async def _await(future: Any, what: str, timeout: float) -> Any:
-    from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError  # exported nowhere else
+    from monarch._rust_bindings.monarch_hyperactor.supervision import (
+        SupervisionError,  # exported nowhere else
+    )
     from monarch.actor import ActorError
 
     try:

@@ -84,9 +84,10 @@ class EnvironmentService:
     async def setup(self) -> list[str]:
         """Start every worker; returns the URLs of their servers."""
         limit = self.config.runtime.start_timeout_s
-        return await asyncio.gather(
+        urls: list[str] = await asyncio.gather(
             *(call_one(w, "setup", self.config, i, timeout=limit) for i, w in enumerate(self.workers))
         )
+        return urls
 
     async def start(self, rollout_id: str, *, index: int, split: str, seed: int) -> EpisodeStart:
         """Open an episode on the worker with the fewest."""

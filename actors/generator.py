@@ -122,13 +122,14 @@ class GeneratorService:
         runtime, trainer = self.config.runtime, self.config.trainer
         shared = runtime.colocate or runtime.launcher in ("slurm", "kubernetes")
         first_gpu = 0 if shared else trainer.nproc
-        return await asyncio.gather(
+        seconds: list[float] = await asyncio.gather(
             *(
                 call_one(replica, "setup", self.config, device, i, first_gpu,
                          timeout=runtime.start_timeout_s)
                 for i, replica in enumerate(self.replicas)
             )
         )  # fmt: skip
+        return seconds
 
     def _route(self, rollout_id: str) -> int:
         """The replica of a rollout."""
@@ -143,7 +144,9 @@ class GeneratorService:
     async def _call(self, replica: int, name: str, *args: Any, weight: int = 1) -> Any:
         self._in_flight[replica] += weight
         try:
-            return await call_one(self.replicas[replica], name, *args, timeout=self.config.generator.timeout_s)
+            return await call_one(
+                self.replicas[replica], name, *args, timeout=self.config.generator.timeout_s
+            )
         finally:
             self._in_flight[replica] -= weight
 
@@ -158,7 +161,11 @@ class GeneratorService:
         count = len(self.replicas)
         shares = [list(requests[first::count]) for first in range(count)]
         answers = await asyncio.gather(
-            *(self._call(i, "generate_batch", share, weight=len(share)) for i, share in enumerate(shares) if share)
+            *(
+                self._call(i, "generate_batch", share, weight=len(share))
+                for i, share in enumerate(shares)
+                if share
+            )
         )
         completions: list[Completion] = [None] * len(requests)  # type: ignore[list-item]
         for first, answer in enumerate(answers):
@@ -173,7 +180,8 @@ class GeneratorService:
     async def update(self, manifest: WeightManifest) -> float:
         """Load a published version into every replica; returns the slowest one's seconds."""
         calls = [self._call(i, "update", manifest, weight=0) for i in range(len(self.replicas))]
-        return max(await asyncio.gather(*calls))
+        seconds: list[float] = await asyncio.gather(*calls)
+        return max(seconds)
 
     async def close(self) -> None:
         """End the engines."""

@@ -35,7 +35,12 @@ def roles_of(config: Config) -> tuple[Role, ...]:
     one_thread = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return (
         Role("trainer", config.trainer.nproc // runtime.trainer_hosts, runtime.trainer_hosts, threads),
-        Role("generator", config.generator.replicas // runtime.generator_hosts, runtime.generator_hosts, threads),
+        Role(
+            "generator",
+            config.generator.replicas // runtime.generator_hosts,
+            runtime.generator_hosts,
+            threads,
+        ),
         Role("environment", config.environment.workers, 1, one_thread),
         Role("buffer", 1, 1, one_thread),
     )

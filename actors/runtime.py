@@ -185,4 +185,3 @@ def make_job(config: RuntimeConfig, roles: dict[str, Role]) -> Any:
         image = ImageSpec(kubernetes.image) if kubernetes.image else None
         job.add_mesh(name, hosts, image_spec=image, port=kubernetes.port)
     return job
-

@@ -317,7 +317,8 @@ class Controller:
     def _mismatch(self, worst: float) -> None:
         message = (
             f"after the update to version {self.version} a generator's log-probabilities differ from the "
-            f"trainer's by up to {worst:.3g} (weights.verify_tolerance = {self.config.weights.verify_tolerance:g})"
+            f"trainer's by up to {worst:.3g} "
+            f"(weights.verify_tolerance = {self.config.weights.verify_tolerance:g})"
         )
         if self.config.trainer.dtype == "float32":
             raise WeightMismatchError(message)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 from forge_composer.config import Config, dump_toml
@@ -49,9 +48,7 @@ class RunRecorder:
         if config.metrics.tensorboard:
             self._sinks.append(TensorBoardSink(self.folder / "tensorboard"))
         self._summary = SummaryBuilder(max_policy_lag=config.loop.max_policy_lag)
-        self._display = make_display(
-            config.metrics.display, total_steps=config.loop.steps, name=config.name
-        )
+        self._display = make_display(config.metrics.display, total_steps=config.loop.steps, name=config.name)
         self._start_seconds: dict[str, float] = {}
 
     def phase(self, text: str) -> None:
@@ -76,7 +73,7 @@ class RunRecorder:
         """Record one optimizer step."""
         metrics = metrics | time_shares(metrics) | throughput(metrics)
         for sink in self._sinks:
-            sink.write("train", step, metrics)
+            sink.write("step", step, metrics)
         self._summary.step(step, metrics)
         self._display.step(step, metrics)
 
@@ -96,8 +93,10 @@ class RunRecorder:
 
     def close(self, status: Status, reason: str | None = None) -> dict[str, Any]:
         """Write summary and report, close the files, and print the closing line. Returns the summary."""
-        for writer in (*self._traces.values(), *self._sinks):
-            writer.close()
+        for trace in self._traces.values():
+            trace.close()
+        for sink in self._sinks:
+            sink.close()
         summary = self._summary.build(
             wall_s=time.monotonic() - self._began,
             status=status,

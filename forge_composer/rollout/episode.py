@@ -82,7 +82,9 @@ class EpisodeRunner:
             async with asyncio.timeout(self.config.timeout_s):
                 await self._play(rollout, spec, sampler)
         except TimeoutError:
-            self._void(rollout, f"the rollout took longer than rollout.timeout_s = {self.config.timeout_s:g} s")
+            self._void(
+                rollout, f"the rollout took longer than rollout.timeout_s = {self.config.timeout_s:g} s"
+            )
         except Exception as error:  # a void episode must not end the run; the trace keeps the reason
             self._void(rollout, f"{type(error).__name__}: {error}")
         finally:

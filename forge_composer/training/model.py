@@ -47,6 +47,16 @@ class PolicyModel(titan.Qwen3Model):  # type: ignore[misc]  # torchtitan ships n
         logits_NV: Tensor = self.lm_head(hidden_ND)
         return logits_NV
 
+    def parallelize(self, parallel_dims: titan.ParallelDims) -> None:
+        """Shard over the tensor-parallel ranks, and tie again what that has untied.
+
+        torchtitan ties once more after sharding, but FSDP by then holds two parameters; where the rows do not
+        divide evenly each pads its own copy, and the optimizer's updates reach only one of them.
+        """
+        super().parallelize(parallel_dims)
+        if self.enable_weight_tying:
+            self.tok_embeddings.weight = self.lm_head.weight
+
     def get_attention_masks(self, positions_BL: Tensor) -> Any:
         """What the configured attention needs to keep documents apart; they start at position 0."""
         if isinstance(self.config.first_attention.inner_attention, DocumentAttention.Config):

@@ -42,8 +42,8 @@ class WarmupConfig:
         (1600, WarmupSkill(first_right=1.0, correction_right=1.0, bare_share=0.9, hint_share=0.5)),
         (400, WarmupSkill()),
     )
-    """(steps, skill): flawless practice first, half of it with the solution as a hint (copying is what a small
-    model learns first, and what the rest is built on); then traces of the agent that it is to be."""
+    """(steps, skill): flawless practice first, half of it with the solution as a hint (copying is what a
+    small model learns first, and what the rest is built on); then traces of the agent that it is to be."""
     prompt_weight: float = 0.1
     """Weight of the loss on tokens that the agent did not write, relative to its own."""
 
@@ -64,7 +64,6 @@ def build_model(config: WarmupConfig, tokenizer: PreTrainedTokenizerFast) -> Qwe
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(config.seed)
-    end = tokenizer.convert_tokens_to_ids(TURN_END)
     model: Any = Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=config.vocab_size,
@@ -76,14 +75,18 @@ def build_model(config: WarmupConfig, tokenizer: PreTrainedTokenizerFast) -> Qwe
             head_dim=config.head_dim,
             max_position_embeddings=config.max_positions,
             tie_word_embeddings=True,
-            rope_theta=10000.0,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
             bos_token_id=None,
-            eos_token_id=end,
-            pad_token_id=tokenizer.convert_tokens_to_ids(END_OF_TEXT),
+            eos_token_id=_token_id(tokenizer, TURN_END),
+            pad_token_id=_token_id(tokenizer, END_OF_TEXT),
             dtype="float32",
         )
     )
     return model  # type: ignore[no-any-return]
+
+
+def _token_id(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
+    return int(tokenizer.vocab[token])
 
 
 def batches(
@@ -134,7 +137,7 @@ def train(
     )
     began = time.perf_counter()
     model.train()
-    stream = batches(config, renderer, int(tokenizer.convert_tokens_to_ids(END_OF_TEXT)))
+    stream = batches(config, renderer, _token_id(tokenizer, END_OF_TEXT))
     for step, (ids_BT, mask_BT, weight_BT) in enumerate(stream):
         logits_BTV = model(input_ids=ids_BT, attention_mask=mask_BT).logits
         loss_N = F.cross_entropy(logits_BTV[:, :-1].flatten(0, 1), ids_BT[:, 1:].flatten(), reduction="none")

@@ -11,11 +11,11 @@ import psutil
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from toys import Toy  # noqa: E402
+from toys import Toy
 
-from forge_composer.actors.calls import ActorCallError, call_all, call_one, each  # noqa: E402
-from forge_composer.actors.runtime import MonarchRuntime, Role  # noqa: E402
-from forge_composer.config.schema import RuntimeConfig  # noqa: E402
+from forge_composer.actors.calls import ActorCallError, call_all, call_one, each
+from forge_composer.actors.runtime import MonarchRuntime, Role
+from forge_composer.config.schema import RuntimeConfig
 
 
 def children() -> set[int]:
@@ -37,9 +37,9 @@ async def test_meshes_by_role_whatever_the_launcher(launcher: str, hosts: int) -
     assert len({item["pid"] for item in about} | {os.getpid()}) == 2 * hosts + 1
     assert all(item["threads"] == "3" for item in about)
     assert os.getpgid(0) not in {item["group"] for item in about}, "Ctrl-C would reach the children first"
-    deadline = time.monotonic() + 10
-    while (left := children() - before) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    _, left = psutil.wait_procs(
+        [p for p in psutil.Process().children(recursive=True) if p.pid not in before], timeout=10
+    )
     assert not left
 
 

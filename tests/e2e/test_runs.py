@@ -20,8 +20,8 @@ from forge_composer.traces.store import TraceReader
 from forge_composer.traces.verify import verify_rollout
 
 SMALL = (
-    "--loop.steps", "3", "--loop.groups_per_step", "3", "--rollout.group_size", "4", "--loop.eval_tasks", "12",
-    "--metrics.display", "plain",
+    "--loop.steps", "3", "--loop.groups_per_step", "3", "--rollout.group_size", "4",
+    "--loop.eval_tasks", "12", "--metrics.display", "plain",
 )  # fmt: skip
 LIMIT_S = 280
 
@@ -32,7 +32,12 @@ def start(checkout: Path, folder: Path, *overrides: str, config: str = "cpu_sync
     command = [sys.executable, "-m", "apps.grpo_composer", "--config", f"configs/{config}.toml"]
     command += ["--output_dir", str(folder), *SMALL, *overrides]
     return subprocess.Popen(
-        command, cwd=checkout, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=dict(os.environ)
+        command,
+        cwd=checkout,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=dict(os.environ),
     )
 
 
@@ -68,7 +73,7 @@ def test_a_run_leaves_what_is_promised(sync_run: Path) -> None:
 
 def test_generator_and_trainer_agree_on_every_step(sync_run: Path) -> None:
     """float32: at most 1e-3 on sampled tokens, and 1e-4 right after each update."""
-    steps = [record for record in read_metrics(sync_run / "metrics.jsonl") if record["kind"] == "train"]
+    steps = [record for record in read_metrics(sync_run / "metrics.jsonl") if record["kind"] == "step"]
     assert [record["step"] for record in steps] == [1, 2, 3]
     for record in steps:
         assert 0 < record["train/logprob_diff_max"] < 1e-3
@@ -122,7 +127,7 @@ def test_interrupt_stops_cleanly(checkout: Path, tmp_path: Path) -> None:
     process = start(checkout, folder, "--loop.steps", "50")
     metrics = folder / "metrics.jsonl"
     deadline = time.monotonic() + 200
-    while not metrics.exists() or metrics.read_text().count('"kind": "train"') < 2:
+    while not metrics.exists() or metrics.read_text().count('"kind": "step"') < 2:
         assert process.poll() is None, finish(process)
         assert time.monotonic() < deadline
         time.sleep(0.2)
@@ -139,7 +144,7 @@ def test_interrupt_stops_cleanly(checkout: Path, tmp_path: Path) -> None:
     reader = TraceReader(folder / "traces")
     assert len(list(reader)) >= 24
     assert not reader.torn
-    assert not [path for path in Path("/dev/shm").glob(f"*{process.pid}*")]
+    assert not list(Path("/dev/shm").glob("forge*")), "published weights were left in shared memory"
 
 
 def test_a_run_that_cannot_learn_says_why_and_stops(checkout: Path, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Make the tiny policy: `python -m apps.warmup --output assets/tiny_policy`.
 
 Trains a tokenizer and a Qwen3 of about one million parameters on synthetic micro-task traces, in one
-process; half an hour on one core. The defaults and the seed give the committed weights again, up to the
+process; about ten minutes on two cores. The defaults and the seed give the committed weights again, up to the
 floating-point order of the machine.
 """
 
@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m apps.warmup", description=__doc__)
     parser.add_argument("--output", type=Path, required=True, help="folder to write; must be new or empty")
     parser.add_argument("--seed", type=int, default=0, help="fixes data order and initialisation")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--scale", type=float, default=1.0, help="share of the steps to train, for a try")
     options = parser.parse_args(argv)
     if options.output.exists() and any(options.output.iterdir()):

@@ -205,7 +205,7 @@ class Controller:
                 await self.parts.buffer.release(ticket.slots)
                 continue
             untrainable = 0
-            metrics |= await self._update(samples, ticket)
+            metrics |= await self._update(samples)
             metrics |= {"time/wait_s": waited, "time/step_s": time.perf_counter() - began}
             await self.parts.buffer.release(ticket.slots)
             self.parts.recorder.step(self.version, metrics)
@@ -249,10 +249,10 @@ class Controller:
         if in_a_row >= self.config.loop.max_untrainable_batches:
             raise NoProgressError(f"{message}; loop.max_untrainable_batches is reached")
 
-    async def _update(self, samples: Sequence[TrainingSample], ticket: BatchTicket) -> dict[str, float]:
+    async def _update(self, samples: Sequence[TrainingSample]) -> dict[str, float]:
         """One optimizer step, and the new weights in every generator."""
         began = time.perf_counter()
-        batch = self._pack(samples, ticket)
+        batch = self._pack(samples)
         metrics = await self.parts.trainer.train_step(batch)
         self.version += 1
         trained = time.perf_counter()
@@ -261,14 +261,13 @@ class Controller:
         metrics |= await self._publish(samples)
         return metrics
 
-    def _pack(self, samples: Sequence[TrainingSample], ticket: BatchTicket) -> GlobalBatch:
+    def _pack(self, samples: Sequence[TrainingSample]) -> GlobalBatch:
         parallelism = self.config.trainer.parallelism
         return pack_samples(
             samples,
             seq_len=self.config.trainer.seq_len,
             dp_degree=parallelism.dp_replicate * parallelism.dp_shard,
             rows_per_microbatch=self.config.trainer.rows_per_microbatch,
-            num_rollouts=sum(len(group.rewards) for group in ticket.groups),
             version=self.version,
         )
 

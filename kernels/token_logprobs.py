@@ -47,7 +47,8 @@ def token_logprobs(
     work = torch.float64 if logits_NV.dtype == torch.float64 else torch.float32
     scale_N = 1.0 / torch.as_tensor(temperature, dtype=work, device=logits_NV.device)
     scale_N = scale_N.expand(logits_NV.shape[0])
-    logprobs_N, entropy_N = _TokenLogprobs.apply(logits_NV, targets_N, scale_N, vocab_start, group)
+    apply: Any = _TokenLogprobs.apply
+    logprobs_N, entropy_N = apply(logits_NV, targets_N, scale_N, vocab_start, group)
     return logprobs_N, entropy_N
 
 

@@ -28,8 +28,8 @@ class ModelConfig(Section):
     path: Path
     """Hugging Face checkpoint folder (config.json, safetensors, tokenizer, chat template)."""
     attention: Literal["auto", "dense", "flex", "varlen"] = "auto"
-    """Trainer attention. `dense` is scaled-dot-product attention with a document mask (any device,
-    O(length^2) mask); `flex` and `varlen` need CUDA. `auto`: dense on CPU, flex on CUDA."""
+    """Trainer attention. `dense` is scaled-dot-product attention, document by document (any device);
+    `flex` and `varlen` need CUDA. `auto`: dense on CPU, flex on CUDA."""
 
 
 class RuntimeConfig(Section):

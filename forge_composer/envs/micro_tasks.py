@@ -125,11 +125,7 @@ def make_task(difficulty: Difficulty, split: Split, index: int, hidden_tests: in
         raise ValueError(f"hidden_tests = {hidden_tests}: at least 1 is needed to grade a task")
     specs = space(difficulty).of(split)
     spec = specs[index % len(specs)]
-    naming = (spec.digest[-2] + index // len(specs)) % NAMINGS
-    signature = spec.template.signature
-    function = FUNCTION_NAMES[naming % len(FUNCTION_NAMES)]
-    parameters = PARAMETER_NAMES[signature][naming // len(FUNCTION_NAMES)]
-    canonical = SIGNATURES[signature]
+    named = name_function(spec, spec.digest[-2] + index // len(specs))
     seed = hashlib.blake2b(f"{difficulty}/{split}/{index}".encode(), digest_size=8).digest()
     rng = random.Random(int.from_bytes(seed, "big"))
     visible, hidden = _choose_cases(spec, difficulty, rng, hidden_tests)
@@ -138,13 +134,36 @@ def make_task(difficulty: Difficulty, split: Split, index: int, hidden_tests: in
         difficulty=difficulty,
         split=split,
         index=index,
-        function=function,
-        parameters=parameters,
-        sentence=_rename(spec.sentence, canonical, parameters),
-        reference_body=_rename(spec.body, canonical, parameters),
+        function=named.function,
+        parameters=named.parameters,
+        sentence=named.sentence,
+        reference_body=named.body,
         visible=tuple(visible),
         hidden=tuple(hidden),
         spec=spec,
+    )
+
+
+@dataclass(slots=True, frozen=True)
+class NamedFunction:
+    """A function of the grammar under particular names."""
+
+    function: str
+    parameters: tuple[str, ...]
+    sentence: str
+    body: str
+
+
+def name_function(spec: Spec, naming: int) -> NamedFunction:
+    """The function under the `naming`-th of its names (modulo `NAMINGS`)."""
+    naming %= NAMINGS
+    canonical = SIGNATURES[spec.template.signature]
+    parameters = PARAMETER_NAMES[spec.template.signature][naming // len(FUNCTION_NAMES)]
+    return NamedFunction(
+        function=FUNCTION_NAMES[naming % len(FUNCTION_NAMES)],
+        parameters=parameters,
+        sentence=_rename(spec.sentence, canonical, parameters),
+        body=_rename(spec.body, canonical, parameters),
     )
 
 

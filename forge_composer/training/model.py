@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 from torch.distributed.tensor import DTensor
 
 from forge_composer.config.model_folder import ModelSizes, read_config, sizes_of
@@ -187,8 +188,8 @@ def load_hf(model: PolicyModel, folder: Path) -> None:
     adapter = titan.Qwen3StateDictAdapter(model.config, None)
     wanted = adapter.to_hf(model.state_dict())
     try:
-        dcp.load(wanted, storage_reader=adapter.get_hf_storage_reader(str(folder)))
-    except (RuntimeError, ValueError, KeyError, dcp.api.CheckpointException) as error:
+        load_distributed(wanted, storage_reader=adapter.get_hf_storage_reader(str(folder)))
+    except (RuntimeError, ValueError, KeyError, CheckpointException) as error:
         raise ValueError(
             f"model.path: the safetensors in {folder} do not fit its config.json: {error}"
         ) from error

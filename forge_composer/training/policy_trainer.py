@@ -91,6 +91,13 @@ class PolicyTrainer:
         """Policy version: optimizer steps taken."""
         return self.steps_taken
 
+    @property
+    def _length_multiple(self) -> int:
+        """Row lengths are multiples of this: of `tp` for sequence parallelism; where attention is compiled
+        for the shapes it sees, of whole rows."""
+        tp = self.config.parallelism.tp
+        return tp if self.attention == "dense" else math.lcm(tp, self.config.seq_len)
+
     # -- training -----------------------------------------------------------------------------------
 
     def train_step(self, batch: GlobalBatch) -> dict[str, float]:
@@ -129,14 +136,10 @@ class PolicyTrainer:
         self.model.train()
         metrics = StepMetrics(self.device)
         for index in range(batch.num_microbatches):
-            microbatch = batch.microbatch(
-                index,
-                self.dp_rank,
-                # flex attention is compiled for the shapes it sees
-                trim=self.attention == "dense",
-                multiple=self.config.parallelism.tp,
+            part = batch.microbatch(
+                index, self.dp_rank, trim=self.attention == "dense", multiple=self._length_multiple
             )
-            self._forward_backward(microbatch, batch, metrics)
+            self._forward_backward(part, batch, metrics)
         return metrics.reduce(self.dp_group, batch.trained_tokens)
 
     def _forward_backward(self, part: Microbatch, batch: GlobalBatch, metrics: StepMetrics) -> None:
@@ -229,7 +232,7 @@ class PolicyTrainer:
             most_positions=self.model.config.max_seq_len,
             dp_degree=self.dp_degree,
             rows_per_forward=self.config.rows_per_microbatch,
-            multiple=self.config.parallelism.tp,
+            multiple=self._length_multiple,
         )
         self.model.eval()
         scores = torch.zeros(plan.total, dtype=torch.float32, device=self.device)

@@ -46,8 +46,7 @@ def select_device(device: str) -> torch.device:
     device_module: ModuleType = torch.cuda if device == "cuda" else torch.cpu
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "torchtitan" and hasattr(module, "device_type"):
-            module.device_type = device
-            module.device_module = device_module
+            vars(module).update(device_type=device, device_module=device_module)
     if device == "cpu":
         return torch.device("cpu")
     local: torch.device = titan_utils.get_local_device()

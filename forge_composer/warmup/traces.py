@@ -12,8 +12,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forge_composer.envs import prompts
-from forge_composer.envs.micro_grammar import Difficulty
-from forge_composer.envs.micro_tasks import MicroTask, function_count, make_task, trusted_report
+from forge_composer.envs.micro_grammar import Difficulty, space
+from forge_composer.envs.micro_tasks import (
+    NAMINGS,
+    MicroTask,
+    function_count,
+    make_task,
+    name_function,
+    trusted_report,
+)
 from forge_composer.rendering.renderer import ChatRenderer
 from forge_composer.rendering.tool_calls import to_message
 from forge_composer.types import Message, ParsedAction, ToolCall
@@ -38,7 +45,7 @@ class WarmupSkill:
     """Share of traces with a hint before the first attempt."""
     hinted_right: float = 0.97
     """Share of attempts that are right when the hint shows the solution."""
-    bare_share: float = 0.5
+    bare_share: float = 0.25
     """Share of traces without system prompt and tools, one attempt long: cheap practice in the mapping."""
 
 
@@ -81,6 +88,16 @@ def make_trace(task: MicroTask, skill: WarmupSkill, rng: random.Random) -> Trace
             break
     trace.turns.append((_action(ToolCall("call_0", prompts.SUBMIT, {})), []))
     return trace
+
+
+def practice_pairs(difficulty: Difficulty, seed: int) -> Iterator[tuple[str, str]]:
+    """Endless (head of a function with its sentence, body) pairs over the training functions."""
+    rng = random.Random(f"practice/{seed}")
+    specs = space(difficulty).train
+    while True:
+        named = name_function(rng.choice(specs), rng.randrange(NAMINGS))
+        head = f'def {named.function}({", ".join(named.parameters)}):\n    """{named.sentence}\n'
+        yield head, named.body
 
 
 def _add_hint(trace: Trace, task: MicroTask, skill: WarmupSkill, rng: random.Random) -> float:

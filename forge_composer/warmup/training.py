@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from forge_composer.envs.micro_grammar import Difficulty
 from forge_composer.rendering.renderer import ChatRenderer
 from forge_composer.warmup.tokenizer import END_OF_TEXT, TURN_END, train_tokenizer
-from forge_composer.warmup.traces import WarmupSkill, make_traces, trace_ids, trace_texts
+from forge_composer.warmup.traces import WarmupSkill, make_traces, practice_pairs, trace_ids, trace_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
@@ -35,22 +35,26 @@ class WarmupConfig:
     kv_heads: int = 2
     head_dim: int = 32
     max_positions: int = 2048
-    batch_tokens: int = 3072
-    lr: float = 4e-3
+    init_std: float = 0.05
+    """Standard deviation of the initial weights; transformers' default of 0.02 is for far wider models."""
+    lr: float = 2e-3
     warmup: int = 100
+    batch_pairs: int = 64
+    batch_tokens: int = 4096
+    practice_steps: int = 450
+    """Steps on bare (sentence, body) pairs: the mapping itself, a tenth of the tokens of a trace."""
     phases: tuple[tuple[int, WarmupSkill], ...] = (
-        (1600, WarmupSkill(first_right=1.0, correction_right=1.0, bare_share=0.9, hint_share=0.5)),
-        (400, WarmupSkill()),
+        (150, WarmupSkill(first_right=1.0, correction_right=1.0, bare_share=0.5, hint_share=0.3)),
+        (200, WarmupSkill()),
     )
-    """(steps, skill): flawless practice first, half of it with the solution as a hint (copying is what a
-    small model learns first, and what the rest is built on); then traces of the agent that it is to be."""
+    """(steps, skill) on traces: flawless ones first, then those of the agent that it is to be."""
     prompt_weight: float = 0.1
     """Weight of the loss on tokens that the agent did not write, relative to its own."""
 
     @property
     def steps(self) -> int:
-        """Optimizer steps of all phases."""
-        return sum(steps for steps, _ in self.phases)
+        """Optimizer steps in all."""
+        return self.practice_steps + sum(steps for steps, _ in self.phases)
 
 
 def build_tokenizer(config: WarmupConfig, traces: int = 600) -> PreTrainedTokenizerFast:
@@ -75,6 +79,7 @@ def build_model(config: WarmupConfig, tokenizer: PreTrainedTokenizerFast) -> Qwe
             head_dim=config.head_dim,
             max_position_embeddings=config.max_positions,
             tie_word_embeddings=True,
+            initializer_range=config.init_std,
             rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
             bos_token_id=None,
             eos_token_id=_token_id(tokenizer, TURN_END),
@@ -89,33 +94,52 @@ def _token_id(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
     return int(tokenizer.vocab[token])
 
 
-def batches(
-    config: WarmupConfig, renderer: ChatRenderer, pad_id: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """The batches of all phases, in order."""
+Example = tuple[list[int], list[bool]]
+"""Token ids, and which of them the agent wrote."""
+Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Padded ids [B, T], attention mask [B, T], loss weights [B, T] (0 in padding)."""
+
+
+def batches(config: WarmupConfig, renderer: ChatRenderer, pad_id: int) -> Iterator[Batch]:
+    """All batches, in order: practice, then the phases of traces."""
+    practice = _practice_examples(config, renderer)
+    for _ in range(config.practice_steps):
+        yield _collate(list(itertools.islice(practice, config.batch_pairs)), config, pad_id)
     for phase, (steps, skill) in enumerate(config.phases):
-        yield from itertools.islice(_phase_batches(config, phase, skill, renderer, pad_id), steps)
+        traces = make_traces(config.difficulty, skill, config.seed + 1 + phase)
+        examples = (trace_ids(trace, renderer) for trace in traces)
+        for _ in range(steps):
+            yield _collate(_fill(examples, config.batch_tokens), config, pad_id)
 
 
-def _phase_batches(
-    config: WarmupConfig, phase: int, skill: WarmupSkill, renderer: ChatRenderer, pad_id: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Endless padded batches: ids [B, T], attention mask [B, T], loss weights [B, T] (0 in padding)."""
-    traces = make_traces(config.difficulty, skill, config.seed + 1 + phase)
-    while True:
-        rows: list[tuple[list[int], list[bool]]] = []
-        longest = 0
-        while (len(rows) + 1) * longest < config.batch_tokens:
-            rows.append(trace_ids(next(traces), renderer))
-            longest = max(longest, len(rows[-1][0]))
-        ids_BT = torch.full((len(rows), longest), pad_id)
-        mask_BT = torch.zeros((len(rows), longest), dtype=torch.long)
-        weight_BT = torch.zeros((len(rows), longest))
-        for row, (ids, own) in enumerate(rows):
-            ids_BT[row, : len(ids)] = torch.tensor(ids)
-            mask_BT[row, : len(ids)] = 1
-            weight_BT[row, : len(ids)] = torch.where(torch.tensor(own), 1.0, config.prompt_weight)
-        yield ids_BT, mask_BT, weight_BT
+def _practice_examples(config: WarmupConfig, renderer: ChatRenderer) -> Iterator[Example]:
+    tokenizer = renderer.tokenizer
+    for head, body in practice_pairs(config.difficulty, config.seed):
+        prompt = tokenizer.encode(head, add_special_tokens=False)
+        answer = [*tokenizer.encode(body, add_special_tokens=False), renderer.turn_end_ids[0]]
+        yield prompt + answer, [False] * len(prompt) + [True] * len(answer)
+
+
+def _fill(examples: Iterator[Example], tokens: int) -> list[Example]:
+    """Examples until the padded batch holds so many tokens."""
+    rows: list[Example] = []
+    longest = 0
+    while (len(rows) + 1) * longest < tokens:
+        rows.append(next(examples))
+        longest = max(longest, len(rows[-1][0]))
+    return rows
+
+
+def _collate(rows: list[Example], config: WarmupConfig, pad_id: int) -> Batch:
+    longest = max(len(ids) for ids, _ in rows)
+    ids_BT = torch.full((len(rows), longest), pad_id)
+    mask_BT = torch.zeros((len(rows), longest), dtype=torch.long)
+    weight_BT = torch.zeros((len(rows), longest))
+    for row, (ids, own) in enumerate(rows):
+        ids_BT[row, : len(ids)] = torch.tensor(ids)
+        mask_BT[row, : len(ids)] = 1
+        weight_BT[row, : len(ids)] = torch.where(torch.tensor(own), 1.0, config.prompt_weight)
+    return ids_BT, mask_BT, weight_BT
 
 
 def train(

@@ -30,7 +30,9 @@ from forge_composer.types import (  # noqa: E402
 )
 
 CALL = '<tool_call>\n{"name": "run", "arguments": {"n": 1}}\n</tool_call>'
-LIMITS = TokenLimits(max_turn_tokens=200, max_prompt_tokens=400, max_completion_tokens=400, max_model_len=2000)
+LIMITS = TokenLimits(
+    max_turn_tokens=200, max_prompt_tokens=400, max_completion_tokens=400, max_model_len=2000
+)
 
 
 class Scripted:
@@ -118,7 +120,9 @@ async def test_submitting_completes_and_a_cut_turn_truncates() -> None:
 
 
 async def test_budgets_bound_every_request() -> None:
-    limits = TokenLimits(max_turn_tokens=100, max_prompt_tokens=400, max_completion_tokens=60, max_model_len=2000)
+    limits = TokenLimits(
+        max_turn_tokens=100, max_prompt_tokens=400, max_completion_tokens=60, max_model_len=2000
+    )
     rollout, scripted = await play([CALL, CALL, CALL], limits=limits)
     rooms = [request.max_new_tokens for request in scripted.requests]
     size = len(rollout.turns[0].completion_ids)

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "rendering"))
-from chat_fixtures import KEEPS_ALL, STRIPS_ALL_EARLIER, make_renderer  # noqa: E402
+from chat_fixtures import KEEPS_ALL, STRIPS_ALL_EARLIER, make_renderer
 
-from forge_composer.batching.samples import samples_from_rollout  # noqa: E402
-from forge_composer.config.schema import GRPOConfig, RolloutConfig  # noqa: E402
-from forge_composer.rendering.renderer import ChatRenderer  # noqa: E402
-from forge_composer.rollout.episode import EpisodeRunner, EpisodeSpec, TokenLimits, derived_seed  # noqa: E402
-from forge_composer.rollout.groups import GroupSpec, advantages_of, run_group  # noqa: E402
-from forge_composer.types import (  # noqa: E402
+from forge_composer.batching.samples import samples_from_rollout
+from forge_composer.config.schema import GRPOConfig, RolloutConfig
+from forge_composer.rendering.renderer import ChatRenderer
+from forge_composer.rollout.episode import EpisodeRunner, EpisodeSpec, TokenLimits, derived_seed
+from forge_composer.rollout.groups import GroupSpec, advantages_of, run_group
+from forge_composer.types import (
     Completion,
     EpisodeStart,
     EpisodeStep,

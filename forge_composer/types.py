@@ -214,7 +214,8 @@ class TrainingSample:
     """One token sequence to train on. All lists have the sequence's length.
 
     `action_mask[t]` is True where the policy itself sampled token t and is to be trained on it;
-    `logprobs`, `versions` and `advantages` carry values there and 0 (-1 for versions) elsewhere.
+    `logprobs`, `versions` and `advantages` carry values there and 0 (-1 for versions) elsewhere. A token's
+    version here is the oldest one that took part in it, that of its turn's first token.
     """
 
     rollout_id: str

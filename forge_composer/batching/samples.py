@@ -45,10 +45,13 @@ def _append_turn(sample: TrainingSample, turn: Turn, advantage: float, where: st
     sample.logprobs += [0.0] * len(context)
     sample.versions += [-1] * len(context)
     sample.advantages += [0.0] * len(context)
-    for token, logprob, version in zip(turn.completion_ids, turn.logprobs, turn.versions, strict=True):
+    # A token that was sampled after an update in mid-turn still attends to keys and values that the weights
+    # before it computed: the turn's first version is the oldest that took part in it.
+    oldest = min(turn.versions, default=-1)
+    for token, logprob, _ in zip(turn.completion_ids, turn.logprobs, turn.versions, strict=True):
         trained = math.isfinite(logprob)
         sample.token_ids.append(token)
         sample.action_mask.append(trained)
         sample.logprobs.append(logprob if trained else 0.0)
-        sample.versions.append(version if trained else -1)
+        sample.versions.append(oldest if trained else -1)
         sample.advantages.append(advantage if trained else 0.0)

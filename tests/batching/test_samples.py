@@ -74,3 +74,11 @@ def test_lists_of_unequal_length_are_refused() -> None:
 
 def test_no_turns_no_samples() -> None:
     assert samples_from_rollout(rollout(), 1.0) == []
+
+
+def test_a_turn_that_an_update_crossed_has_its_oldest_version() -> None:
+    """Later tokens attend to keys and values of the earlier weights, so they are not on-policy for the new."""
+    crossed = turn([1, 2], [3, 4, 5], opens=True)
+    crossed.versions[:] = [6, 6, 7]
+    (sample,) = samples_from_rollout(rollout(crossed), 1.0)
+    assert sample.versions == [-1, -1, 6, 6, 6]

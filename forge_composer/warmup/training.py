@@ -41,11 +41,11 @@ class WarmupConfig:
     warmup: int = 100
     batch_pairs: int = 64
     batch_tokens: int = 4096
-    practice_steps: int = 900
+    practice_steps: int = 450
     """Steps on bare (sentence, body) pairs: the mapping itself, a tenth of the tokens of a trace."""
     phases: tuple[tuple[int, WarmupSkill], ...] = (
-        (200, WarmupSkill(first_right=1.0, correction_right=1.0, bare_share=0.5, hint_share=0.3)),
-        (250, WarmupSkill()),
+        (150, WarmupSkill(first_right=1.0, correction_right=1.0, bare_share=0.5, hint_share=0.3)),
+        (200, WarmupSkill()),
     )
     """(steps, skill) on traces: flawless ones first, then those of the agent that it is to be."""
     prompt_weight: float = 0.1

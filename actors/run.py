@@ -45,7 +45,15 @@ class Run:
         self.recorder.close("completed")
 
     async def _train(self) -> None:
+        if self.config.teachers:
+            self.recorder.warn("teachers are configured, and no channel of this version asks them anything")
         renderer = await asyncio.to_thread(ChatRenderer.from_folder, self.config.model.path)
+        report = renderer.is_prefix_preserving()
+        if not (report.tool_calls and report.thinking):
+            self.recorder.warn(
+                "the chat template rewrites earlier turns (thinking, as a rule): those episodes become "
+                "several training samples"
+            )
         self.recorder.phase("starting the processes")
         async with self.meshes as meshes:
             self.recorder.started(meshes.start_seconds)

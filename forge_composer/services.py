@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from forge_composer.batching.packing import GlobalBatch
+    from forge_composer.buffers.rollout_buffer import BatchTicket
     from forge_composer.types import (
         Completion,
         EpisodeStart,
@@ -111,8 +112,3 @@ class GroupBuffer(Protocol):
     async def close(self) -> None:
         """Wake every waiter; nothing is admitted any more."""
         ...
-
-
-from forge_composer.buffers.rollout_buffer import BatchTicket  # noqa: E402  (the protocols come first)
-
-__all__ = ["BatchTicket", "Environments", "Generators", "GroupBuffer", "Sampler", "Trainer"]

@@ -24,7 +24,7 @@ from forge_composer.config import Config
 from forge_composer.config.machine import resolve_device
 from forge_composer.weights.shared_memory import SHARED_MEMORY, sweep
 
-CLOSE_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_S = 3.0
 """Longest wait for the actors' own clean-up before their processes are stopped."""
 
 

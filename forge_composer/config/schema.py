@@ -51,7 +51,7 @@ class RuntimeConfig(Section):
     """OMP threads of each trainer and generator process (CPU)."""
     start_timeout_s: PositiveFloat = 600.0
     """Longest wait for a mesh to come up."""
-    stop_timeout_s: PositiveFloat = 10.0
+    stop_timeout_s: PositiveFloat = 8.0
     """Longest wait for a mesh to stop before it is abandoned to the process-tree cleanup."""
     slurm: SlurmConfig = Field(default_factory=lambda: SlurmConfig())
     """Options of the `slurm` launcher."""

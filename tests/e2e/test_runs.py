@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ SMALL = (
     "--loop.eval_tasks", "12", "--metrics.display", "plain",
 )  # fmt: skip
 LIMIT_S = 280
+STARTED: list[subprocess.Popen[str]] = []
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -31,7 +33,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 def start(checkout: Path, folder: Path, *overrides: str, config: str = "cpu_sync") -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "apps.grpo_composer", "--config", f"configs/{config}.toml"]
     command += ["--output_dir", str(folder), *SMALL, *overrides]
-    return subprocess.Popen(
+    process = subprocess.Popen(
         command,
         cwd=checkout,
         stdout=subprocess.PIPE,
@@ -39,6 +41,19 @@ def start(checkout: Path, folder: Path, *overrides: str, config: str = "cpu_sync
         text=True,
         env=dict(os.environ),
     )
+    STARTED.append(process)
+    return process
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """A failed test leaves no run behind that would disturb the next; children end with their client."""
+    yield
+    for process in STARTED:
+        if process.poll() is None:
+            process.kill()
+            process.wait(10)
+    STARTED.clear()
 
 
 def finish(process: subprocess.Popen[str]) -> str:

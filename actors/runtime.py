@@ -63,7 +63,6 @@ class MonarchRuntime:
         self._meshes: dict[str, Any] = {}
         self._hosts: dict[str, Any] = {}
         self._job: Any = None
-        self._previous_hook: Any = None
 
     async def __aenter__(self) -> MonarchRuntime:
         _export_import_path()
@@ -71,7 +70,7 @@ class MonarchRuntime:
         from monarch.config import configure
 
         configure(enable_log_forwarding=False)
-        self._previous_hook = monarch.actor.unhandled_fault_hook
+        # Never taken back: late reports about meshes that are gone must not interrupt the client either.
         monarch.actor.unhandled_fault_hook = self._note_fault
         try:
             self._hosts = await asyncio.to_thread(self._start_hosts)
@@ -115,12 +114,6 @@ class MonarchRuntime:
             job, self._job = self._job, None
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(asyncio.to_thread(job.kill), self.config.stop_timeout_s)
-        if self._previous_hook is not None:
-            import monarch.actor
-
-            # The hook stays: late reports about meshes that are gone must not interrupt the client.
-            monarch.actor.unhandled_fault_hook = self._note_fault
-            self._previous_hook = None
 
     async def shutdown(self) -> None:
         """End Monarch in this process, for good. Call it last."""

@@ -19,10 +19,6 @@ class Interval:
     high: float
     n: int
 
-    def as_dict(self) -> dict[str, float | int]:
-        """The four numbers by name, as `summary.json` has them."""
-        return {"mean": self.mean, "low": self.low, "high": self.high, "n": self.n}
-
 
 def mean_interval(values: Sequence[float], *, confidence: float = 0.95, seed: int = 0) -> Interval:
     """Mean and interval: Wilson's where all values are 0 or 1, else the bootstrap's."""

@@ -85,16 +85,10 @@ async def run_group(
 
 
 def shaped_reward(rollout: Rollout, config: RolloutConfig) -> float | None:
-    """The reward that advantages are made from: penalised if configured, None to leave the rollout out."""
-    if rollout.reward is None or not rollout.truncated:
+    """The reward that advantages are made from; None if the rollout could not be scored."""
+    if rollout.reward is None or not rollout.truncated or config.truncated != "penalise":
         return rollout.reward
-    match config.truncated:
-        case "keep":
-            return rollout.reward
-        case "penalise":
-            return rollout.reward - config.truncation_penalty
-        case "mask":
-            return rollout.reward  # it stays in the baseline; `advantages_of` masks its tokens
+    return rollout.reward - config.truncation_penalty
 
 
 def advantages_of(group: RolloutGroup, rollout: RolloutConfig, grpo: GRPOConfig) -> list[float | None]:

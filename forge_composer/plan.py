@@ -174,7 +174,8 @@ def trainer_memory(config: Config, sizes: ModelSizes) -> dict[str, float]:
     one layer and prefetches the next in the compute dtype. Activations: about 34 bytes per token and hidden
     unit in 16 bits without recomputation (Korthikanti et al., arXiv 2205.05198, equation 2, without the
     attention matrix, which fused attention does not keep), a third of it under selective checkpointing,
-    the layer inputs and one whole layer under full. Logits: float32, with their gradient.
+    the layer inputs and one whole layer under full. Logits: what `trainer.logits_memory_mib` allows, or all
+    of a micro-batch with their gradient, in the compute dtype. A KL term needs a second, frozen policy.
     """
     trainer = config.trainer
     layout = trainer.parallelism
@@ -187,13 +188,18 @@ def trainer_memory(config: Config, sizes: ModelSizes) -> dict[str, float]:
         "selective": sizes.layers * layer / 3,
         "full": sizes.layers * inputs + layer,
     }[trainer.activation_checkpointing]
+    logits = 2.0 * width * tokens * sizes.vocab / layout.tp
+    if trainer.logits_memory_mib:
+        logits = min(logits, trainer.logits_memory_mib * 2.0**20)
+    frozen = {"reference policy (float32)": 4 * sizes.parameters / shards}
     return {
         "weights (float32)": 4 * sizes.parameters / shards,
         "gradients (float32)": 4 * sizes.parameters / shards,
         "Adam moments (float32)": 8 * sizes.parameters / shards,
         f"gathered layers ({trainer.dtype})": 2 * width * sizes.layer_parameters / layout.tp,
         "activations (rough)": activations,
-        "logits and their gradient": 2.0 * 4 * tokens * sizes.vocab / layout.tp,
+        "logits and their gradient": logits,
+        **(frozen if config.loss.grpo.kl_coef > 0 else {}),
     }
 
 

@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict
+
+if TYPE_CHECKING:
+    from forge_composer.hints.records import DistillTarget
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -224,6 +227,10 @@ class TrainingSample:
     logprobs: list[float]
     versions: list[int]
     advantages: list[float]
+    policy_gradient: bool = True
+    """False for a sample that is there for its targets only: in no term and no divisor of GRPO."""
+    targets: list[DistillTarget] = field(default_factory=list)
+    """Turns of it that are distilled."""
 
     def __len__(self) -> int:
         return len(self.token_ids)

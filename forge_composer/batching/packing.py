@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from forge_composer.batching.row_packing import pack_lengths
+from forge_composer.batching.teacher_rows import TeacherBatch, TeacherContext, TeacherRows
 from forge_composer.types import TrainingSample
 
 
@@ -22,7 +24,8 @@ class Microbatch:
     """What one rank forwards at a time; trailing padding and empty rows may be cut off.
 
     `select_N` are the flat positions (row x length + t) whose next token is trained on, at least one: with
-    nothing to train on it is position 0, and `mask_N` is False there.
+    nothing to train on it is position 0. `mask_N` is True where the token is in the policy gradient, and
+    False where it is only distilled.
     """
 
     token_ids_RL: NDArray[np.int64]
@@ -34,6 +37,11 @@ class Microbatch:
     logprobs_N: NDArray[np.float32]
     versions_N: NDArray[np.int64]
     sequence_weights_N: NDArray[np.float32]
+    sequence_N: NDArray[np.int64]
+    """Which of the micro-batch's samples a token belongs to, in [0, num_sequences)."""
+    num_sequences: int
+    teacher: tuple[TeacherRows, ...] = ()
+    """The teacher's forward passes, as many on every rank; none without a target in the micro-batch."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -65,6 +73,8 @@ class GlobalBatch:
     """Samples in the rows."""
     dropped_samples: int
     """Samples longer than a row, left out."""
+    teacher: TeacherBatch
+    """Targeted turns and their teacher's contexts."""
 
     @property
     def num_microbatches(self) -> int:
@@ -91,6 +101,9 @@ class GlobalBatch:
             "rollouts": float(self.num_rollouts),
             "tokens": float(self.total_tokens),
             "tokens_trained": float(self.trained_tokens),
+            "targets": float(self.teacher.num_targets),
+            "targets_too_long": float(self.teacher.dropped_targets),
+            "tokens_distilled": float(self.teacher.num_tokens),
             "padding_frac": 1.0 - self.total_tokens / max(1, self.token_ids_MDRL.size),
         }
 
@@ -105,7 +118,8 @@ class GlobalBatch:
         """
         here = (index, dp_rank)
         lengths_R = self.lengths_MDR[here]
-        rows, length = self.token_ids_MDRL[here].shape
+        rows, seq_len = self.token_ids_MDRL[here].shape
+        length = seq_len
         if trim:
             rows = max(1, int(np.count_nonzero(lengths_R)))
             length = max(1, int(lengths_R.max()))
@@ -117,13 +131,22 @@ class GlobalBatch:
 
         token_ids_RL = cut(self.token_ids_MDRL).astype(np.int64)
         mask = cut(self.target_mask_MDRL).reshape(-1)
-        select_N = np.flatnonzero(mask)
+        distilled_row, distilled_t = np.divmod(self.teacher.student_positions(*here), seq_len)
+        wanted = mask.astype(np.bool_)
+        wanted[distilled_row * padded + distilled_t] = True
+        select_N = np.flatnonzero(wanted)
         if not select_N.size:
             select_N = np.zeros(1, dtype=np.int64)
         flat_ids = token_ids_RL.reshape(-1)
+        positions_RL = cut(self.positions_MDRL).astype(np.int64)
+        # A sample begins wherever the position is 0 again.
+        select_row, select_t = np.divmod(select_N, padded)
+        samples, sequence_N = np.unique(
+            np.cumsum(positions_RL.reshape(-1) == 0)[select_N], return_inverse=True
+        )
         return Microbatch(
             token_ids_RL=token_ids_RL,
-            positions_RL=cut(self.positions_MDRL).astype(np.int64),
+            positions_RL=positions_RL,
             select_N=select_N,
             targets_N=flat_ids[np.minimum(select_N + 1, flat_ids.size - 1)],
             mask_N=mask[select_N].astype(np.bool_),
@@ -131,6 +154,11 @@ class GlobalBatch:
             logprobs_N=cut(self.logprobs_MDRL).reshape(-1)[select_N].astype(np.float32),
             versions_N=cut(self.versions_MDRL).reshape(-1)[select_N].astype(np.int64),
             sequence_weights_N=cut(self.sequence_weights_MDRL).reshape(-1)[select_N].astype(np.float32),
+            sequence_N=sequence_N.astype(np.int64),
+            num_sequences=int(samples.size),
+            teacher=tuple(
+                self.teacher.forwards(*here, select_row * seq_len + select_t, trim=trim, multiple=multiple)
+            ),
         )
 
 
@@ -145,8 +173,9 @@ def pack_samples(
 ) -> GlobalBatch:
     """Pack samples into rows of `seq_len` and deal the rows to micro-batches and data-parallel ranks.
 
-    Samples longer than `seq_len` are dropped and counted; samples without a trained token are left out. The
-    result depends on nothing but the arguments. An empty batch has one micro-batch of padding.
+    Samples longer than `seq_len` are dropped and counted, with their targets; samples with neither a trained
+    token nor a target are left out. The result depends on nothing but the arguments. An empty batch has one
+    micro-batch of padding.
 
     Args:
         samples: any number.
@@ -157,11 +186,12 @@ def pack_samples(
         num_rollouts: the divisor of the loss in rollouts; None counts those with a trained token in the
             batch, that is after every mask.
     """
-    trainable = [sample for sample in samples if any(sample.action_mask[1:])]
+    trainable = [sample for sample in samples if any(sample.action_mask[1:]) or sample.targets]
     kept = [sample for sample in trainable if len(sample) <= seq_len]
     tokens_of = Counter[str]()
     for sample in kept:
-        tokens_of[sample.rollout_id] += sum(sample.action_mask[1:])
+        if sample.policy_gradient and any(sample.action_mask[1:]):
+            tokens_of[sample.rollout_id] += sum(sample.action_mask[1:])
     rows = pack_lengths([len(sample) for sample in kept], seq_len)
     per_microbatch = dp_degree * rows_per_microbatch
     shape = (max(1, -(-len(rows) // per_microbatch)), dp_degree, rows_per_microbatch, seq_len)
@@ -179,6 +209,7 @@ def pack_samples(
         trained_tokens=tokens_of.total(),
         num_samples=len(kept),
         dropped_samples=len(trainable) - len(kept),
+        teacher=TeacherBatch.empty(shape[:2], seq_len=seq_len, rows_per_forward=rows_per_microbatch),
     )
     for number, row in enumerate(rows):
         # Neighbours have similar lengths: dealt out across ranks first, each micro-batch is even.
@@ -186,7 +217,10 @@ def pack_samples(
         here = (index, place % dp_degree, place // dp_degree)
         for member in row:
             sample = kept[member]
-            _write(batch, here, sample, 1.0 / tokens_of[sample.rollout_id])
+            _write(batch, here, sample, 1.0 / max(1, tokens_of[sample.rollout_id]))
+    left_out = {id(sample) for sample in trainable} - {id(sample) for sample in kept}
+    batch.teacher.dropped_targets += sum(len(sample.targets) for sample in samples if id(sample) in left_out)
+    batch.teacher.finish()
     return batch
 
 
@@ -198,33 +232,22 @@ def _write(batch: GlobalBatch, here: tuple[int, int, int], sample: TrainingSampl
     batch.positions_MDRL[here][start:stop] = np.arange(len(sample))
     batch.lengths_MDR[here] = stop
     targets = slice(start, stop - 1)
-    batch.target_mask_MDRL[here][targets] = sample.action_mask[1:]
+    trained = np.asarray(sample.action_mask[1:], np.bool_) & sample.policy_gradient
+    batch.target_mask_MDRL[here][targets] = trained
     batch.advantages_MDRL[here][targets] = sample.advantages[1:]
     batch.logprobs_MDRL[here][targets] = sample.logprobs[1:]
     batch.versions_MDRL[here][targets] = sample.versions[1:]
-    batch.sequence_weights_MDRL[here][targets] = np.where(sample.action_mask[1:], weight, 0.0)
-
-
-def pack_lengths(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """First-fit decreasing: indices of the sequences in each row, fullest rows first.
-
-    Ties are broken by index, so the result is deterministic. No length may exceed `capacity`.
-    """
-    rows: list[list[int]] = []
-    room: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
-        length = lengths[index]
-        if length > capacity:
-            raise ValueError(f"a sequence of {length} tokens does not fit into a row of {capacity}")
-        row = next((row for row, free in enumerate(room) if free >= length), None)
-        if row is None:
-            rows.append([index])
-            room.append(capacity - length)
-        else:
-            rows[row].append(index)
-            room[row] -= length
-    order = sorted(range(len(rows)), key=lambda row: (room[row], row))
-    return [rows[row] for row in order]
+    batch.sequence_weights_MDRL[here][targets] = np.where(trained, weight, 0.0)
+    microbatch, dp_rank, row = here
+    offset = row * batch.token_ids_MDRL.shape[-1] + start - 1
+    for target in sample.targets:
+        context = TeacherContext(
+            np.asarray(target.teacher_ids, np.int32),
+            np.asarray(target.teacher_positions, np.int64) - 1,
+            offset + np.asarray(target.positions, np.int64),
+            target.weight,
+        )
+        batch.teacher.add(microbatch, dp_rank, context)
 
 
 __all__ = ["GlobalBatch", "Microbatch", "pack_lengths", "pack_samples"]

@@ -11,15 +11,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 
-
-class Section(BaseModel):
-    """A table of the config: unknown keys are refused, values are not changed after loading."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True
-    )
+from forge_composer._section import Section
+from forge_composer.losses.config import GRPOConfig, LossConfig
 
 
 class ModelConfig(Section):
@@ -151,6 +146,9 @@ class TrainerConfig(Section):
     """Packed rows that one data-parallel rank forwards at a time."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """torchtitan's activation checkpointing."""
+    logits_memory_mib: int = Field(256, ge=0)
+    """Memory for logits, MiB: the LM head and its losses work on as many tokens at a time as fit in it, and
+    make logits again for the gradient. 0 makes the logits of a whole micro-batch once and keeps them."""
     checkpoint_every: int = Field(0, ge=0)
     """Steps between torch distributed checkpoints; 0 writes none."""
     keep_checkpoints: int = Field(2, ge=2)
@@ -263,32 +261,6 @@ class RolloutConfig(Section):
     """Longest duration of one rollout."""
 
 
-class GRPOConfig(Section):
-    """Group-relative policy optimisation."""
-
-    advantage_std: bool = False
-    """Divide advantages by the group's standard deviation (GRPO, arXiv 2402.03300); off is Dr. GRPO
-    (arXiv 2503.20783)."""
-    leave_one_out: bool = False
-    """Baseline without the rollout itself (RLOO, arXiv 2402.14740)."""
-    clip_low: float = Field(0.2, ge=0, lt=1)
-    """Lower clip range of the ratio."""
-    clip_high: float = Field(0.28, ge=0)
-    """Upper clip range of the ratio (clip-higher of DAPO, arXiv 2503.14476)."""
-    tis_cap: float = Field(2.0, ge=0)
-    """Cap of the truncated importance weight between trainer and generator; 0 switches it off."""
-    aggregation: Literal["constant", "token_mean", "sequence_mean"] = "constant"
-    """`constant`: divide by rollouts x max_completion_tokens (Dr. GRPO); `token_mean`: by the trained
-    tokens of the global batch (DAPO); `sequence_mean`: mean over rollouts of their token means (GRPO)."""
-
-
-class LossConfig(Section):
-    """The unified loss."""
-
-    grpo: GRPOConfig = Field(default_factory=GRPOConfig)
-    """The verifiable-reward channel."""
-
-
 class TeacherConfig(Section):
     """One teacher: an OpenAI-compatible endpoint."""
 
@@ -368,3 +340,25 @@ class Config(Section):
 
 RuntimeConfig.model_rebuild()
 Config.model_rebuild()
+
+__all__ = [
+    "Config",
+    "EnvironmentConfig",
+    "GRPOConfig",
+    "GeneratorConfig",
+    "KubernetesConfig",
+    "LoopConfig",
+    "LossConfig",
+    "MetricsConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelismConfig",
+    "RolloutConfig",
+    "RuntimeConfig",
+    "SamplingConfig",
+    "SchedulerConfig",
+    "SlurmConfig",
+    "TeacherConfig",
+    "TrainerConfig",
+    "WeightsConfig",
+]

@@ -16,6 +16,7 @@ _MEANS = (
     "train/tis_mean",
     "train/tis_capped_frac",
     "train/behaviour_diff_mean",
+    "train/kl_mean",
 )
 _SUMS = ("train/loss", "train/tokens_on_policy", "train/logprob_diff_mean")
 _MAXIMA = ("train/ratio_max", "train/tis_max", "train/behaviour_diff_max", "train/logprob_diff_max")
@@ -27,10 +28,12 @@ class StepMetrics:
     `tis_mean` is of the weights that were applied, `tis_max` of the ratios before the cap. Both differences
     are |trainer - generator| in nats: `behaviour_diff` over all trained tokens, so that the policy lag is in
     it; `logprob_diff` over those that the very weights being trained have sampled, where only the numerics
-    of two implementations can differ. Everything is 0 where there is no token.
+    of two implementations can differ. `kl_mean` is the estimate of the divergence from the reference policy,
+    there only with a reference. Everything is 0 where there is no token.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, with_kl: bool) -> None:
+        self.with_kl = with_kl
         self.sums = torch.zeros(len(_MEANS) + len(_SUMS), dtype=torch.float64, device=device)
         self.maxima = torch.zeros(len(_MAXIMA), dtype=torch.float64, device=device)
 
@@ -56,6 +59,7 @@ class StepMetrics:
             terms.weight_N,
             terms.capped_N,
             difference_N,
+            terms.kl_N,
         )
         sums = [_masked(values_N, mask_N).sum() for values_N in per_token]
         sums += [
@@ -80,6 +84,8 @@ class StepMetrics:
         metrics = {name: total / count for name, total in zip(_MEANS, sums, strict=False)}
         metrics |= zip(_SUMS, sums[len(_MEANS) :], strict=True)
         metrics |= zip(_MAXIMA, self.maxima.tolist(), strict=True)
+        if not self.with_kl:
+            del metrics["train/kl_mean"]
         metrics["train/logprob_diff_mean"] /= max(1.0, metrics["train/tokens_on_policy"])
         return metrics
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from forge_composer.config.model_folder import ModelSizes, read_config, sizes_of
 from forge_composer.training import titan
 from forge_composer.training.attention import DocumentAttention, document_spans
+from forge_composer.training.lm_head import HeadReader, LMHead
 
 
 class PolicyModel(titan.Qwen3Model):  # type: ignore[misc]  # torchtitan ships no types
@@ -34,19 +35,21 @@ class PolicyModel(titan.Qwen3Model):  # type: ignore[misc]  # torchtitan ships n
     _skip_lm_head = True
 
     def forward(
-        self, tokens_BL: Tensor, *, positions_BL: Tensor, attention_masks: Any, select_N: Tensor
-    ) -> Tensor:
-        """Logits at the flat positions `select_N` (row x L + position).
-
-        Returns:
-            [N, V] in the compute dtype; under tensor parallelism a DTensor sharded over V.
-        """
+        self,
+        tokens_BL: Tensor,
+        *,
+        positions_BL: Tensor,
+        attention_masks: Any,
+        select_N: Tensor,
+        reader: HeadReader,
+    ) -> tuple[Tensor, ...]:
+        """What `reader` makes of the hidden states at the flat positions `select_N` (row x L + position)."""
         hidden_BLD = super().forward(tokens_BL, positions_BL, attention_masks)
         if isinstance(hidden_BLD, DTensor):  # replicated over the tensor-parallel ranks
             hidden_BLD = hidden_BLD.to_local()
         hidden_ND = hidden_BLD.flatten(0, 1).index_select(0, select_N)
-        logits_NV: Tensor = self.lm_head(hidden_ND)
-        return logits_NV
+        result: tuple[Tensor, ...] = self.lm_head(hidden_ND, reader)
+        return result
 
     def parallelize(self, parallel_dims: titan.ParallelDims) -> None:
         """Shard over the tensor-parallel ranks, and tie again what that has untied.
@@ -108,7 +111,7 @@ def model_config(folder: Path, *, attention: str, tp: int) -> PolicyModel.Config
         tok_embeddings=titan.Embedding.Config(
             num_embeddings=sizes.vocab, embedding_dim=sizes.hidden, param_init=_NO_INIT
         ),
-        lm_head=titan.Linear.Config(in_features=sizes.hidden, out_features=sizes.vocab, param_init=_NO_INIT),
+        lm_head=LMHead.Config(in_features=sizes.hidden, out_features=sizes.vocab, param_init=_NO_INIT),
         layers=[_layer(sizes, norm_eps, theta, inner_attention) for _ in range(sizes.layers)],
     )
     titan.set_qwen3_sharding_config(config, enable_sp=True, enable_ep=False)

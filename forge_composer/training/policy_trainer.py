@@ -17,10 +17,11 @@ from torch import Tensor
 
 from forge_composer.batching.packing import GlobalBatch, Microbatch
 from forge_composer.config.schema import LossConfig, ModelConfig, TrainerConfig
-from forge_composer.kernels.token_logprobs import token_logprobs
 from forge_composer.losses.grpo import aggregation_weights, grpo_loss
 from forge_composer.training import titan
+from forge_composer.training.frozen import FrozenPolicy
 from forge_composer.training.hf_folder import folder_dtype, write_hf_folder
+from forge_composer.training.lm_head import HeadReader, token_logprobs_reader
 from forge_composer.training.metrics import StepMetrics
 from forge_composer.training.model import hf_tensors, load_hf, model_config, resolve_attention
 from forge_composer.training.scoring import ScoreBatch, plan_scores
@@ -76,6 +77,9 @@ class PolicyTrainer:
         titan_config = model_config(model.path, attention=self.attention, tp=tp)
         self.model = build_model(titan_config, config, self.parallel_dims, self.device)
         load_hf(self.model, model.path)
+        self.reference: FrozenPolicy | None = None
+        if loss.grpo.kl_coef > 0:
+            self.reference = FrozenPolicy(model.path, titan_config, config, self.parallel_dims, self.device)
         self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.optimizers = build_optimizer(config.optimizer, self.model, device)
         self.schedulers = build_scheduler(config.scheduler, self.optimizers, total_steps)
@@ -134,7 +138,7 @@ class PolicyTrainer:
                 f"{self.dp_degree} (dp_replicate x dp_shard)"
             )
         self.model.train()
-        metrics = StepMetrics(self.device)
+        metrics = StepMetrics(self.device, with_kl=self.reference is not None)
         for index in range(batch.num_microbatches):
             part = batch.microbatch(
                 index, self.dp_rank, trim=self.attention == "dense", multiple=self._length_multiple
@@ -152,6 +156,7 @@ class PolicyTrainer:
             self._tensor(part.targets_N),
             self.temperature,
         )
+        reference_logprobs_N = self._reference_logprobs(part)
         grpo = self.loss.grpo
         weights_N, divisor = aggregation_weights(
             grpo.aggregation,
@@ -166,11 +171,11 @@ class PolicyTrainer:
             generator_logprobs_N,
             self._tensor(part.advantages_N),
             mask_N,
+            config=grpo,
             divisor=divisor,
-            clip_low=grpo.clip_low,
-            clip_high=grpo.clip_high,
-            tis_cap=grpo.tis_cap,
             weights_N=weights_N,
+            sequence_N=self._tensor(part.sequence_N),
+            reference_logprobs_N=reference_logprobs_N,
         )
         terms.loss.backward()
         metrics.add(
@@ -181,6 +186,17 @@ class PolicyTrainer:
             mask_N=mask_N,
             on_policy_N=self._tensor(part.versions_N) == self.version,
         )
+
+    def _reference_logprobs(self, part: Microbatch) -> Tensor | None:
+        if self.reference is None:
+            return None
+        logprobs_N, _ = self.reference.read(
+            self._tensor(part.token_ids_RL),
+            self._tensor(part.positions_RL),
+            self._tensor(part.select_N),
+            self._logprobs_reader(self._tensor(part.targets_N), self.temperature),
+        )
+        return logprobs_N
 
     def _clip_gradients(self) -> float:
         norm = titan.dist_utils.clip_grad_norm_(
@@ -203,13 +219,18 @@ class PolicyTrainer:
         temperature: float | Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy at the selected positions."""
-        logits_NV = self.model(
+        logprobs_N, entropy_N = self.model(
             token_ids_RL,
             positions_BL=positions_RL,
             attention_masks=self.model.get_attention_masks(positions_RL),
             select_N=select_N,
+            reader=self._logprobs_reader(targets_N, temperature),
         )
-        return token_logprobs(logits_NV, targets_N, temperature=temperature)
+        return logprobs_N, entropy_N
+
+    def _logprobs_reader(self, targets_N: Tensor, temperature: float | Tensor) -> HeadReader:
+        budget = self.config.logits_memory_mib * 2**20
+        return token_logprobs_reader(targets_N, temperature=temperature, memory_budget=budget)
 
     def _tensor(self, array: Any) -> Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)

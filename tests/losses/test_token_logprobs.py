@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-import forge_composer.kernels.token_logprobs as module
-from forge_composer.kernels.token_logprobs import token_logprobs
+from forge_composer.kernels import token_logprobs
 from tests.training.ranks import run_ranks
+
+module = importlib.import_module("forge_composer.kernels.token_logprobs")
 
 
 def plain(logits_NV: Tensor, targets_N: Tensor, temperature: Any = 1.0) -> tuple[Tensor, Tensor]:

@@ -9,22 +9,34 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from forge_composer.training.attention import DocumentSpans, document_spans
+from forge_composer.training.lm_head import HeadWeight
 from forge_composer.training.model import model_config, resolve_attention
 from forge_composer.training.policy_trainer import PolicyTrainer
 from forge_composer.types import ScoreRequest
 from tests.training.training_fixtures import VOCAB, one_rank
 
 
+def logits_reader(hidden_ND: Tensor, held: HeadWeight) -> tuple[Tensor, ...]:
+    return (F.linear(hidden_ND, held.weight_VD),)
+
+
 def logits_of(trainer: PolicyTrainer, ids_BL: Tensor, positions_BL: Tensor) -> Tensor:
     masks = trainer.model.get_attention_masks(positions_BL)
     everywhere = torch.arange(ids_BL.numel())
     with torch.no_grad():
-        logits = trainer.model(ids_BL, positions_BL=positions_BL, attention_masks=masks, select_N=everywhere)
+        (logits,) = trainer.model(
+            ids_BL,
+            positions_BL=positions_BL,
+            attention_masks=masks,
+            select_N=everywhere,
+            reader=logits_reader,
+        )
     return logits.view(*ids_BL.shape, -1)
 
 

@@ -237,3 +237,65 @@ def test_checkpoint_continues_bitwise(tiny_qwen3_dir: Path, tmp_path: Path) -> N
     assert state is not None
     assert expected_state is not None
     assert all(torch.equal(state[name], expected_state[name]) for name in expected_state)
+
+
+def test_kl_from_the_policy_that_the_run_began_with(tiny_qwen3_dir: Path) -> None:
+    """0 in the first step; in the second the mean of log pi - log pi_0 over the trained tokens."""
+    samples = make_samples()
+    requests = [ScoreRequest(tuple(sample.token_ids)) for sample in samples]
+    with one_rank(tiny_qwen3_dir, grpo={"kl_coef": 0.1}) as trainer:
+        before = trainer.score(requests)
+        assert trainer.train_step(make_batch(samples))["train/kl_mean"] == pytest.approx(0.0, abs=1e-6)
+        after = trainer.score(requests)
+        metrics = trainer.train_step(make_batch(samples))
+    differences = [
+        new - old
+        for sample, now, then in zip(samples, after, before, strict=True)
+        for on, new, old in zip(sample.action_mask[1:], now, then, strict=True)
+        if on
+    ]
+    assert abs(sum(differences)) > 1e-3
+    assert metrics["train/kl_mean"] == pytest.approx(sum(differences) / len(differences), rel=1e-3)
+
+
+def test_kl_holds_the_policy_back(tiny_qwen3_dir: Path) -> None:
+    """The same four steps end nearer to the beginning with a large coefficient."""
+    samples = make_samples()
+    distances = []
+    for coefficient in (1e-9, 50.0):
+        options: dict[str, Any] = {"kl_coef": coefficient, "kl_estimator": "k2", "kl_placement": "loss"}
+        with one_rank(tiny_qwen3_dir, grpo=options) as trainer:
+            for _ in range(4):
+                distance = trainer.train_step(make_batch(samples))["train/kl_mean"]
+        distances.append(distance)
+    assert distances[1] < 0.5 * distances[0]
+
+
+def test_ratio_to_the_generator_is_clipped(tiny_qwen3_dir: Path) -> None:
+    """Against the trainer's own policy the ratio of one step is 1; against the generator's it is not."""
+    samples = make_samples()
+    terms = reference_terms(tiny_qwen3_dir, samples)
+    importance = (terms["logp"] - terms["generator"]).exp()
+    with one_rank(tiny_qwen3_dir, grpo={"old_policy": "generator"}) as trainer:
+        metrics = trainer.train_step(make_batch(samples))
+    assert metrics["train/ratio_mean"] == pytest.approx(float(importance.mean()), rel=1e-4)
+    assert metrics["train/clip_high_frac"] > 0
+    assert metrics["train/tis_mean"] == 1.0
+
+
+def test_sequence_ratio_is_taken_over_samples(tiny_qwen3_dir: Path) -> None:
+    """GSPO in packed rows: the ratio's mean over tokens is that of the samples' geometric means."""
+    samples = make_samples()
+    model = Qwen3ForCausalLM.from_pretrained(tiny_qwen3_dir).eval()
+    total, count = 0.0, 0
+    for sample in samples:
+        ids = torch.tensor([sample.token_ids])
+        with torch.no_grad():
+            logprobs = torch.log_softmax(model(ids).logits[0, :-1], dim=-1).gather(1, ids[0, 1:, None])[:, 0]
+        on = torch.tensor(sample.action_mask[1:])
+        log_ratio = (logprobs - torch.tensor(sample.logprobs[1:]))[on]
+        total += float(log_ratio.mean().exp()) * len(log_ratio)
+        count += len(log_ratio)
+    with one_rank(tiny_qwen3_dir, grpo={"old_policy": "generator", "ratio": "sequence"}) as trainer:
+        metrics = trainer.train_step(make_batch(samples))
+    assert metrics["train/ratio_mean"] == pytest.approx(total / count, rel=1e-4)

@@ -117,10 +117,18 @@ def full_gradients(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
     }
 
 
-def gradients_and_step(folder: Path, layout: dict[str, int], rows: int, seed: int = 0) -> dict[str, Any]:
+def gradients_and_step(
+    folder: Path, layout: dict[str, int], rows: int, seed: int = 0, logits_memory_mib: int = 256
+) -> dict[str, Any]:
     """Worker: gradients of the fixture's batch, then one step; metrics, weights and scores after it."""
     with tempfile.TemporaryDirectory() as output:
-        trainer = make_trainer(folder, Path(output), layout=layout, rows_per_microbatch=rows)
+        trainer = make_trainer(
+            folder,
+            Path(output),
+            layout=layout,
+            rows_per_microbatch=rows,
+            logits_memory_mib=logits_memory_mib,
+        )
         batch = make_batch(make_samples(seed=seed), dp_degree=trainer.dp_degree, rows=rows)
         trainer.accumulate_gradients(batch)
         gradients = {name: g.numpy() for name, g in full_gradients(trainer).items()}

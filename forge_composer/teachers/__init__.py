@@ -1,0 +1,1 @@
+"""Strong models that are asked what they would have done: clients, agreement, preference pairs."""

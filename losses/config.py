@@ -65,8 +65,14 @@ class GRPOConfig(Section):
 class SDPOConfig(Section):
     """Self-distillation from the policy with a hint in its context (SDPO, arXiv 2601.20802)."""
 
-    weight: float = Field(1.0, ge=0)
+    weight: float = Field(0.0, ge=0)
     """alpha: weight of the channel in the total; 0 switches it off."""
+    teacher: Literal["live", "ema", "trust_region"] = "ema"
+    """Who reads the hint: the policy in training, an exponential average of it, or a blend of its logits with
+    those of the policy that the run starts with. The last two hold a second copy of the policy."""
+    teacher_rate: float = Field(0.05, ge=0, le=1)
+    """`ema`: share of the policy that enters the average after each step (0.05 keeps 95% of the teacher).
+    `trust_region`: share of the policy in the blend."""
     divergence_beta: float = Field(0.5, ge=0, le=1)
     """0: KL(teacher || student); 1: KL(student || teacher); between: the generalized Jensen-Shannon
     divergence (`alpha` in the SDPO authors' code, `beta` in OPSD, arXiv 2601.18734, and in TRL's GKD)."""
@@ -87,7 +93,7 @@ class SDPOConfig(Section):
 class ReplayDPOConfig(Section):
     """Step-level preference pairs from teachers (DPO, arXiv 2305.18290; Step-DPO, arXiv 2406.18629)."""
 
-    weight: float = Field(1.0, ge=0)
+    weight: float = Field(0.0, ge=0)
     """beta: weight of the channel in the total; 0 switches it off."""
     tau: float = Field(0.1, gt=0)
     """Scale of the implicit reward (`beta` in the DPO paper)."""
@@ -103,3 +109,5 @@ class LossConfig(Section):
 
     grpo: GRPOConfig = Field(default_factory=GRPOConfig)
     """The verifiable-reward channel."""
+    sdpo: SDPOConfig = Field(default_factory=SDPOConfig)
+    """The textual-feedback channel."""

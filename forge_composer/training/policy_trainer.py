@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from forge_composer.batching.packing import GlobalBatch, Microbatch
+from forge_composer.batching.packing import GlobalBatch
 from forge_composer.config.schema import LossConfig, ModelConfig, TrainerConfig
-from forge_composer.losses.grpo import aggregation_weights, grpo_loss
 from forge_composer.training import titan
 from forge_composer.training.frozen import FrozenPolicy
 from forge_composer.training.hf_folder import folder_dtype, write_hf_folder
@@ -26,6 +25,8 @@ from forge_composer.training.metrics import StepMetrics
 from forge_composer.training.model import hf_tensors, load_hf, model_config, resolve_attention
 from forge_composer.training.scoring import ScoreBatch, plan_scores
 from forge_composer.training.setup import build_checkpointer, build_model, build_optimizer, build_scheduler
+from forge_composer.training.teacher import SelfTeacher
+from forge_composer.training.unified_step import UnifiedStep
 from forge_composer.types import ScoreRequest
 
 
@@ -63,8 +64,7 @@ class PolicyTrainer:
         Raises:
             ValueError: the model folder or the layout is not supported; the message names field and remedy.
         """
-        self.config, self.loss, self.model_path = config, loss, model.path
-        self.temperature, self.max_completion_tokens = temperature, max_completion_tokens
+        self.config, self.model_path = config, model.path
         self.steps_taken = 0
         self.attention = resolve_attention(model.attention, device)
         self.device = titan.select_device(device)
@@ -77,14 +77,31 @@ class PolicyTrainer:
         titan_config = model_config(model.path, attention=self.attention, tp=tp)
         self.model = build_model(titan_config, config, self.parallel_dims, self.device)
         load_hf(self.model, model.path)
-        self.reference: FrozenPolicy | None = None
-        if loss.grpo.kl_coef > 0:
-            self.reference = FrozenPolicy(model.path, titan_config, config, self.parallel_dims, self.device)
+
+        def frozen() -> FrozenPolicy:
+            return FrozenPolicy(model.path, titan_config, config, self.parallel_dims, self.device)
+
+        self.reference = frozen() if loss.grpo.kl_coef > 0 else None
+        self.teacher: SelfTeacher | None = None
+        if loss.sdpo.weight > 0:
+            kind = loss.sdpo.teacher
+            copy = None if kind == "live" else frozen()
+            self.teacher = SelfTeacher(kind, loss.sdpo.teacher_rate, self.model, copy)
+        self.step = UnifiedStep(
+            self.model,
+            loss,
+            reference=self.reference,
+            teacher=self.teacher,
+            temperature=temperature,
+            max_completion_tokens=max_completion_tokens,
+            logits_memory=config.logits_memory_mib * 2**20,
+            device=self.device,
+        )
         self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.optimizers = build_optimizer(config.optimizer, self.model, device)
         self.schedulers = build_scheduler(config.scheduler, self.optimizers, total_steps)
-        self.checkpointer = build_checkpointer(config, self, output_dir)
 
+        self.checkpointer = build_checkpointer(config, self, output_dir)
         batch_mesh = self.parallel_dims.get_optional_mesh("batch")
         self.dp_rank = 0 if batch_mesh is None else batch_mesh.get_local_rank()
         self.dp_degree = 1 if batch_mesh is None else batch_mesh.size()
@@ -122,6 +139,8 @@ class PolicyTrainer:
         self.optimizers.step()
         self.schedulers.step()
         self.optimizers.zero_grad()
+        if self.teacher is not None:
+            self.teacher.follow()
         self.steps_taken += 1
         return metrics | {
             "train/grad_norm": grad_norm,
@@ -138,65 +157,15 @@ class PolicyTrainer:
                 f"{self.dp_degree} (dp_replicate x dp_shard)"
             )
         self.model.train()
-        metrics = StepMetrics(self.device, with_kl=self.reference is not None)
+        metrics = StepMetrics(
+            self.device, with_kl=self.reference is not None, with_sdpo=self.teacher is not None
+        )
         for index in range(batch.num_microbatches):
             part = batch.microbatch(
                 index, self.dp_rank, trim=self.attention == "dense", multiple=self._length_multiple
             )
-            self._forward_backward(part, batch, metrics)
-        return metrics.reduce(self.dp_group, batch.trained_tokens)
-
-    def _forward_backward(self, part: Microbatch, batch: GlobalBatch, metrics: StepMetrics) -> None:
-        mask_N = self._tensor(part.mask_N)
-        generator_logprobs_N = self._tensor(part.logprobs_N)
-        logprobs_N, entropy_N = self._logprobs(
-            self._tensor(part.token_ids_RL),
-            self._tensor(part.positions_RL),
-            self._tensor(part.select_N),
-            self._tensor(part.targets_N),
-            self.temperature,
-        )
-        reference_logprobs_N = self._reference_logprobs(part)
-        grpo = self.loss.grpo
-        weights_N, divisor = aggregation_weights(
-            grpo.aggregation,
-            self._tensor(part.sequence_weights_N),
-            num_rollouts=batch.num_rollouts,
-            trained_tokens=batch.trained_tokens,
-            max_completion_tokens=self.max_completion_tokens,
-        )
-        terms = grpo_loss(
-            logprobs_N,
-            logprobs_N.detach(),
-            generator_logprobs_N,
-            self._tensor(part.advantages_N),
-            mask_N,
-            config=grpo,
-            divisor=divisor,
-            weights_N=weights_N,
-            sequence_N=self._tensor(part.sequence_N),
-            reference_logprobs_N=reference_logprobs_N,
-        )
-        terms.loss.backward()
-        metrics.add(
-            terms,
-            logprobs_N=logprobs_N,
-            generator_logprobs_N=generator_logprobs_N,
-            entropy_N=entropy_N,
-            mask_N=mask_N,
-            on_policy_N=self._tensor(part.versions_N) == self.version,
-        )
-
-    def _reference_logprobs(self, part: Microbatch) -> Tensor | None:
-        if self.reference is None:
-            return None
-        logprobs_N, _ = self.reference.read(
-            self._tensor(part.token_ids_RL),
-            self._tensor(part.positions_RL),
-            self._tensor(part.select_N),
-            self._logprobs_reader(self._tensor(part.targets_N), self.temperature),
-        )
-        return logprobs_N
+            self.step.run(part, batch, self.version, metrics)
+        return metrics.reduce(self.dp_group, batch.trained_tokens, batch.teacher.num_tokens)
 
     def _clip_gradients(self) -> float:
         norm = titan.dist_utils.clip_grad_norm_(
@@ -232,9 +201,6 @@ class PolicyTrainer:
         budget = self.config.logits_memory_mib * 2**20
         return token_logprobs_reader(targets_N, temperature=temperature, memory_budget=budget)
 
-    def _tensor(self, array: Any) -> Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
-
     # -- scoring ------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -268,13 +234,13 @@ class PolicyTrainer:
 
     def _score_part(self, part: ScoreBatch, scores: Tensor) -> None:
         logprobs_N, _ = self._logprobs(
-            self._tensor(part.token_ids_RL),
-            self._tensor(part.positions_RL),
-            self._tensor(part.select_N),
-            self._tensor(part.targets_N),
-            self._tensor(part.temperatures_N),
+            self.step.tensor(part.token_ids_RL),
+            self.step.tensor(part.positions_RL),
+            self.step.tensor(part.select_N),
+            self.step.tensor(part.targets_N),
+            self.step.tensor(part.temperatures_N),
         )
-        scores[self._tensor(part.slots_N)] = logprobs_N[: part.slots_N.size]
+        scores[self.step.tensor(part.slots_N)] = logprobs_N[: part.slots_N.size]
 
     # -- weights and checkpoints ----------------------------------------------------------------------
 

@@ -89,7 +89,7 @@ def build_checkpointer(config: TrainerConfig, trainer: Any, output_dir: Path) ->
         model_parts=[trainer.model],
         optimizers=trainer.optimizers,
         lr_schedulers=trainer.schedulers,
-        states={"train_state": trainer},
+        states={"train_state": trainer, **({"teacher": trainer.teacher} if trainer.teacher else {})},
         sd_adapter=None,
         base_folder=str(output_dir.absolute()),
     )

@@ -83,14 +83,16 @@ class SelfTeacher:
             else:
                 hidden = [hidden[0] * self.rate, copied_ND * (1.0 - self.rate)]
                 head = _beside(copied_head.weight_VD)
-        yield TeacherStates(
-            hidden_ND=torch.cat(hidden, dim=1),
-            student_N=torch.cat([to_device(rows.student_N) for rows in passes]),
-            weights_N=torch.cat([to_device(rows.weights_N) for rows in passes]),
-            head=head,
-        )
-        if self.copy is not None:
-            self.copy.reshard()
+        try:
+            yield TeacherStates(
+                hidden_ND=torch.cat(hidden, dim=1),
+                student_N=torch.cat([to_device(rows.student_N) for rows in passes]),
+                weights_N=torch.cat([to_device(rows.weights_N) for rows in passes]),
+                head=head,
+            )
+        finally:
+            if self.copy is not None:
+                self.copy.reshard()
 
     @torch.no_grad()
     def _read(
@@ -127,6 +129,15 @@ class SelfTeacher:
         mine = [_local(parameter) for parameter in self.copy.model.parameters()]
         theirs = [_local(parameter) for parameter in self.live.parameters()]
         torch._foreach_lerp_(mine, theirs, self.rate)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The average's weights, for the checkpoint; nothing for kinds that can be made again."""
+        return self.copy.model.state_dict() if self.kind == "ema" and self.copy is not None else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave."""
+        if self.kind == "ema" and self.copy is not None:
+            self.copy.model.load_state_dict(state)
 
 
 def _same(weight_VD: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from forge_composer.config.schema import (
     SchedulerConfig,
     TrainerConfig,
 )
+from forge_composer.losses.config import SDPOConfig
 from forge_composer.training.policy_trainer import PolicyTrainer
 from forge_composer.types import ScoreRequest, TrainingSample
 from tests.training.ranks import free_port, rank_environment
@@ -33,7 +34,7 @@ SEQ_LEN = 48
 def make_trainer(folder: Path, output_dir: Path, **options: Any) -> PolicyTrainer:
     """A float32 trainer on CPU; `options` are those of the config sections, by name."""
     layout = ParallelismConfig(**options.pop("layout", {}))
-    grpo = GRPOConfig(**options.pop("grpo", {}))
+    loss = LossConfig(grpo=GRPOConfig(**options.pop("grpo", {})), sdpo=SDPOConfig(**options.pop("sdpo", {})))
     optimizer = OptimizerConfig(**({"lr": 1e-3} | options.pop("optimizer", {})))
     scheduler = SchedulerConfig(**options.pop("scheduler", {}))
     total_steps = options.pop("total_steps", 10)
@@ -53,7 +54,7 @@ def make_trainer(folder: Path, output_dir: Path, **options: Any) -> PolicyTraine
     return PolicyTrainer(
         config,
         ModelConfig(path=folder),
-        LossConfig(grpo=grpo),
+        loss,
         temperature=1.0,
         max_completion_tokens=32,
         total_steps=total_steps,

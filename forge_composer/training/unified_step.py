@@ -1,0 +1,226 @@
+"""Forward and backward of the unified loss on one micro-batch.
+
+::
+
+    teacher rows (hinted) --> SelfTeacher, no gradient --> hidden states of targeted tokens ---+
+                                                                                               |
+    student rows --> policy --> hidden states at selected tokens --> LM head ------------------+
+                                                                       |                       |
+                                                          log-probabilities, entropy     linear JSD
+                                                                       |                       |
+    frozen reference (with a KL term) ------------------------------> GRPO                   SDPO
+                                                                       +---- alpha x ----------+
+                                                                       |
+                                                                    backward
+
+The student is forwarded once for both channels. A channel of weight 0, and a micro-batch without targets, run
+none of the other channel's code.
+
+Shape suffixes: R = rows, L = positions, N = selected tokens, T = distilled tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forge_composer.batching.packing import GlobalBatch, Microbatch
+from forge_composer.kernels import linear_token_logprobs
+from forge_composer.losses.composer import Channel, composer_loss
+from forge_composer.losses.config import LossConfig
+from forge_composer.losses.grpo import GRPOLoss, aggregation_weights, grpo_loss
+from forge_composer.losses.sdpo import sdpo_loss_from_hidden, sdpo_token_weights
+from forge_composer.training.frozen import FrozenPolicy
+from forge_composer.training.lm_head import HeadReader, HeadWeight, token_logprobs_reader
+from forge_composer.training.metrics import StepMetrics
+from forge_composer.training.model import PolicyModel
+from forge_composer.training.teacher import SelfTeacher, TeacherStates
+
+
+@dataclass(slots=True, frozen=True)
+class _Batch:
+    """Tensors of one micro-batch that both channels read."""
+
+    targets_N: Tensor
+    mask_N: Tensor
+    generator_logprobs_N: Tensor
+
+
+class UnifiedStep:
+    """Runs micro-batches; gradients accumulate in the policy's parameters."""
+
+    def __init__(
+        self,
+        model: PolicyModel,
+        loss: LossConfig,
+        *,
+        reference: FrozenPolicy | None,
+        teacher: SelfTeacher | None,
+        temperature: float,
+        max_completion_tokens: int,
+        logits_memory: int,
+        device: torch.device,
+    ) -> None:
+        """Take the parts.
+
+        Args:
+            model: the policy in training.
+            loss: the channels' options.
+            reference: what the KL term is measured from.
+            teacher: what targeted turns are distilled from; None leaves the channel out.
+            temperature: that the training tokens were sampled at, and are scored at.
+            max_completion_tokens: Dr. GRPO's constant.
+            logits_memory: bytes for logits at a time; 0 makes GRPO's all at once.
+            device: of the policy.
+        """
+        self.model, self.loss, self.reference, self.teacher = model, loss, reference, teacher
+        self.temperature, self.max_completion_tokens = temperature, max_completion_tokens
+        self.logits_memory, self.device = logits_memory, device
+
+    def tensor(self, array: Any) -> Tensor:
+        """An array on the policy's device."""
+        return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+    def run(self, part: Microbatch, batch: GlobalBatch, version: int, metrics: StepMetrics) -> None:
+        """Forward and backward of one micro-batch. A collective over all ranks."""
+        here = _Batch(self.tensor(part.targets_N), self.tensor(part.mask_N), self.tensor(part.logprobs_N))
+        reference_logprobs_N = self._reference_logprobs(part, here)
+        passes = part.teacher if self.teacher is not None else ()
+        if self.teacher is None or not passes:
+            logprobs_N, entropy_N = self._forward(part, self._logprobs_reader(here))
+            distilled: tuple[Tensor, ...] = ()
+        else:
+            with self.teacher.states(passes, self.tensor) as states:
+                reader = self._distilling_reader(here, states, divisor=batch.teacher.num_tokens)
+                logprobs_N, entropy_N, *rest = self._forward(part, reader)
+                distilled = tuple(rest)
+        terms = self._grpo(part, batch, here, logprobs_N, reference_logprobs_N)
+        channels = [Channel("grpo", 1.0, lambda: terms.loss)]
+        if distilled:
+            channels.append(Channel("sdpo", self.loss.sdpo.weight, lambda: distilled[0]))
+            metrics.add_distilled(*distilled)
+        composer_loss(channels).total.backward()
+        metrics.add(
+            terms,
+            logprobs_N=logprobs_N,
+            generator_logprobs_N=here.generator_logprobs_N,
+            entropy_N=entropy_N,
+            mask_N=here.mask_N,
+            on_policy_N=self.tensor(part.versions_N) == version,
+        )
+
+    def _forward(self, part: Microbatch, reader: HeadReader) -> tuple[Tensor, ...]:
+        positions_RL = self.tensor(part.positions_RL)
+        result: tuple[Tensor, ...] = self.model(
+            self.tensor(part.token_ids_RL),
+            positions_BL=positions_RL,
+            attention_masks=self.model.get_attention_masks(positions_RL),
+            select_N=self.tensor(part.select_N),
+            reader=reader,
+        )
+        return result
+
+    def _logprobs_reader(self, here: _Batch) -> HeadReader:
+        return token_logprobs_reader(
+            here.targets_N, temperature=self.temperature, memory_budget=self.logits_memory
+        )
+
+    def _reference_logprobs(self, part: Microbatch, here: _Batch) -> Tensor | None:
+        if self.reference is None:
+            return None
+        logprobs_N, _ = self.reference.read(
+            self.tensor(part.token_ids_RL),
+            self.tensor(part.positions_RL),
+            self.tensor(part.select_N),
+            self._logprobs_reader(here),
+        )
+        return logprobs_N
+
+    def _grpo(
+        self,
+        part: Microbatch,
+        batch: GlobalBatch,
+        here: _Batch,
+        logprobs_N: Tensor,
+        reference_logprobs_N: Tensor | None,
+    ) -> GRPOLoss:
+        config = self.loss.grpo
+        weights_N, divisor = aggregation_weights(
+            config.aggregation,
+            self.tensor(part.sequence_weights_N),
+            num_rollouts=batch.num_rollouts,
+            trained_tokens=batch.trained_tokens,
+            max_completion_tokens=self.max_completion_tokens,
+        )
+        return grpo_loss(
+            logprobs_N,
+            logprobs_N.detach(),  # the proximal policy is the policy as the step begins
+            here.generator_logprobs_N,
+            self.tensor(part.advantages_N),
+            here.mask_N,
+            config=config,
+            divisor=divisor,
+            weights_N=weights_N,
+            sequence_N=self.tensor(part.sequence_N),
+            reference_logprobs_N=reference_logprobs_N,
+        )
+
+    def _distilling_reader(self, here: _Batch, states: TeacherStates | None, *, divisor: float) -> HeadReader:
+        """Reads what GRPO needs, then the SDPO loss and, for the metrics, what it was made of."""
+        assert states is not None
+        logprobs_of = self._logprobs_reader(here)
+        config = self.loss.sdpo
+        budget = self.logits_memory or _DEFAULT_LOGITS_MEMORY
+
+        def reader(hidden_ND: Tensor, held: HeadWeight) -> tuple[Tensor, ...]:
+            logprobs_N, entropy_N = logprobs_of(hidden_ND, held)
+            student_logprobs_T = logprobs_N.detach()[states.student_N]
+            weight_T = sdpo_token_weights(
+                student_logprobs_T,
+                here.generator_logprobs_N[states.student_N],
+                torch.ones_like(states.student_N, dtype=torch.bool),
+                config=config,
+                divisor=divisor,
+                extra_weight_N=states.weights_N,
+            )
+            teacher_head = states.head(held.weight_VD)
+            result = sdpo_loss_from_hidden(
+                hidden_ND.index_select(0, states.student_N),
+                held.weight_VD,
+                states.hidden_ND,
+                teacher_head,
+                weight_T,
+                config=config,
+                memory_budget=budget,
+                group=held.group,
+            )
+            with torch.no_grad():
+                teacher_logprobs_T, _ = linear_token_logprobs(
+                    states.hidden_ND,
+                    teacher_head,
+                    here.targets_N[states.student_N],
+                    temperature=self.temperature,
+                    memory_budget=budget,
+                    group=held.group,
+                    vocab_start=held.vocab_start,
+                )
+            advantage_T = teacher_logprobs_T - student_logprobs_T
+            weight_T = weight_T * divisor
+            return (
+                logprobs_N,
+                entropy_N,
+                result.loss,
+                result.per_token_N,
+                weight_T,
+                result.capped_N,
+                advantage_T,
+            )
+
+        return reader
+
+
+_DEFAULT_LOGITS_MEMORY = 256 * 2**20
+"""Bytes for the divergence's logits where GRPO's are made whole."""

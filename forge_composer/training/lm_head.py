@@ -51,6 +51,17 @@ class HeadWeight:
             return 0
         return min(self.vocab, self.mesh.get_local_rank() * -(-self.vocab // self.mesh.size()))
 
+    def logits(self, hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
+        """Whole logits, [N, V]: a DTensor under tensor parallelism, whose gradient is a partial sum."""
+        logits_NV = F.linear(hidden_ND, weight_VD)
+        if self.mesh is None:
+            return logits_NV
+        shape = torch.Size((len(hidden_ND), self.vocab))
+        sharded: Tensor = DTensor.from_local(
+            logits_NV, self.mesh, [Shard(1)], run_check=False, shape=shape, stride=(self.vocab, 1)
+        )
+        return sharded
+
 
 HeadReader = Callable[[Tensor, HeadWeight], tuple[Tensor, ...]]
 """Makes something of hidden states [N, D] and the weight. Under tensor parallelism the gradient that it
@@ -105,12 +116,7 @@ def token_logprobs_reader(
         )
 
     def whole(hidden_ND: Tensor, held: HeadWeight) -> tuple[Tensor, ...]:
-        logits_NV = F.linear(hidden_ND, held.weight_VD)
-        if held.mesh is not None:
-            shape = torch.Size((len(hidden_ND), held.vocab))
-            logits_NV = DTensor.from_local(
-                logits_NV, held.mesh, [Shard(1)], run_check=False, shape=shape, stride=(held.vocab, 1)
-            )
+        logits_NV = held.logits(hidden_ND, held.weight_VD)
         return token_logprobs(logits_NV, targets_N, temperature=temperature)
 
     return in_chunks if memory_budget else whole

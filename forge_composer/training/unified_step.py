@@ -32,7 +32,7 @@ from forge_composer.kernels import linear_token_logprobs
 from forge_composer.losses.composer import Channel, composer_loss
 from forge_composer.losses.config import LossConfig
 from forge_composer.losses.grpo import GRPOLoss, aggregation_weights, grpo_loss
-from forge_composer.losses.sdpo import sdpo_loss_from_hidden, sdpo_token_weights
+from forge_composer.losses.sdpo import SDPOLoss, sdpo_loss, sdpo_loss_from_hidden, sdpo_token_weights
 from forge_composer.training.frozen import FrozenPolicy
 from forge_composer.training.lm_head import HeadReader, HeadWeight, token_logprobs_reader
 from forge_composer.training.metrics import StepMetrics
@@ -168,12 +168,37 @@ class UnifiedStep:
             reference_logprobs_N=reference_logprobs_N,
         )
 
+    def _sdpo(
+        self,
+        student_TD: Tensor,
+        held: HeadWeight,
+        states: TeacherStates,
+        teacher_head: Tensor,
+        weight_T: Tensor,
+    ) -> SDPOLoss:
+        """In chunks; over the likeliest tokens only, with the whole logits of the targeted tokens."""
+        config = self.loss.sdpo
+        if config.top_k:
+            student_TV = held.logits(student_TD, held.weight_VD)
+            with torch.no_grad():
+                teacher_TV = held.logits(states.hidden_ND, teacher_head)
+            return sdpo_loss(student_TV, teacher_TV, weight_T, config=config)
+        return sdpo_loss_from_hidden(
+            student_TD,
+            held.weight_VD,
+            states.hidden_ND,
+            teacher_head,
+            weight_T,
+            config=config,
+            memory_budget=self.logits_memory or _DEFAULT_LOGITS_MEMORY,
+            group=held.group,
+        )
+
     def _distilling_reader(self, here: _Batch, states: TeacherStates | None, *, divisor: float) -> HeadReader:
         """Reads what GRPO needs, then the SDPO loss and, for the metrics, what it was made of."""
         assert states is not None
         logprobs_of = self._logprobs_reader(here)
         config = self.loss.sdpo
-        budget = self.logits_memory or _DEFAULT_LOGITS_MEMORY
 
         def reader(hidden_ND: Tensor, held: HeadWeight) -> tuple[Tensor, ...]:
             logprobs_N, entropy_N = logprobs_of(hidden_ND, held)
@@ -187,15 +212,8 @@ class UnifiedStep:
                 extra_weight_N=states.weights_N,
             )
             teacher_head = states.head(held.weight_VD)
-            result = sdpo_loss_from_hidden(
-                hidden_ND.index_select(0, states.student_N),
-                held.weight_VD,
-                states.hidden_ND,
-                teacher_head,
-                weight_T,
-                config=config,
-                memory_budget=budget,
-                group=held.group,
+            result = self._sdpo(
+                hidden_ND.index_select(0, states.student_N), held, states, teacher_head, weight_T
             )
             with torch.no_grad():
                 teacher_logprobs_T, _ = linear_token_logprobs(
@@ -203,7 +221,7 @@ class UnifiedStep:
                     teacher_head,
                     here.targets_N[states.student_N],
                     temperature=self.temperature,
-                    memory_budget=budget,
+                    memory_budget=self.logits_memory or _DEFAULT_LOGITS_MEMORY,
                     group=held.group,
                     vocab_start=held.vocab_start,
                 )

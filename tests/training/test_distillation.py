@@ -195,9 +195,10 @@ def test_gradient_is_the_same_over_layouts(name: str, kind: str, tiny_qwen3_dir:
         assert rank["metrics"] == pytest.approx(expected["metrics"], rel=2e-3, abs=1e-5)
 
 
-def test_first_gradient_is_the_same_to_rounding(tiny_qwen3_dir: Path) -> None:
+@pytest.mark.parametrize("options", [{}, {"top_k": 7}, {"top_k": 7, "top_k_support": "teacher"}])
+def test_first_gradient_is_the_same_to_rounding(options: dict[str, Any], tiny_qwen3_dir: Path) -> None:
     """Without a step before it, data- and tensor-parallel gradients agree to 1e-5."""
-    sdpo = {"teacher": "live"}
+    sdpo = {"teacher": "live"} | options
     (expected,) = run_ranks(distilled_gradients, 1, tiny_qwen3_dir, {}, 8, sdpo, 0)
     for layout, rows in (({"dp_shard": 2}, 1), ({"tp": 2}, 2)):
         first, _ = run_ranks(distilled_gradients, 2, tiny_qwen3_dir, layout, rows, sdpo, 0)

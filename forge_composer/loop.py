@@ -15,7 +15,9 @@
                RolloutBuffer  (strict order, refuses stale groups)
                      |  take_batch(version)                     |
                      v                                          |
-              advantages -> samples -> packed GlobalBatch       |
+              advantages -> samples (+ targets: failed turns,   |
+                     |    each with a hint and the teacher's    |
+                     |    context) -> packed GlobalBatch        |
                      |                                          |
                      v                                          |
                Trainer.train_step (FSDP2/TP), version += 1      |
@@ -46,6 +48,9 @@ from forge_composer.batching.packing import GlobalBatch, pack_samples
 from forge_composer.batching.samples import samples_from_rollout
 from forge_composer.buffers.rollout_buffer import BatchTicket, NoProgressError
 from forge_composer.config.schema import Config
+from forge_composer.hints.context import TeacherContexts
+from forge_composer.hints.records import Target
+from forge_composer.hints.samples import TargetedSampleBuilder
 from forge_composer.metrics.aggregate import group_metrics
 from forge_composer.rollout.episode import EpisodeRunner
 from forge_composer.rollout.groups import GroupSpec, advantages_of, run_group
@@ -72,6 +77,10 @@ class Recorder(Protocol):
 
     def evaluation(self, step: int, rollouts: Sequence[Rollout]) -> None:
         """Record an evaluation."""
+        ...
+
+    def targets(self, step: int, targets: Sequence[Target]) -> None:
+        """Record the turns that a step distils, with their hints."""
         ...
 
     def warn(self, message: str) -> None:
@@ -101,6 +110,13 @@ class Controller:
         """Policy version of the trainer, and of the generators between updates."""
         self.synchronous = config.loop.max_policy_lag == 0
         self.tasks = TaskOrder(config.environment.train_tasks, config.seed)
+        self.targeting: TargetedSampleBuilder | None = None
+        if config.loss.sdpo.weight > 0:
+            contexts = TeacherContexts(
+                parts.runner.renderer, config.hints.position, max_tokens=config.trainer.seq_len
+            )
+            self.targeting = TargetedSampleBuilder(config.hints, contexts, config.seed)
+        self._told: set[str] = set()
 
     async def run(self) -> None:
         """Publish version 0, evaluate, train, evaluate again.
@@ -197,8 +213,8 @@ class Controller:
             waited = time.perf_counter() - began
             if ticket.closed:
                 return
-            samples = self._samples(ticket)
             metrics = self._batch_metrics(ticket)
+            samples = self._add_targets(self._samples(ticket), ticket, metrics)
             if not any(any(sample.action_mask) for sample in samples):
                 untrainable += 1
                 self._untrainable(untrainable, ticket)
@@ -227,6 +243,22 @@ class Controller:
                 if advantage is not None:
                     samples.extend(samples_from_rollout(rollout, advantage))
         return samples
+
+    def _add_targets(
+        self, samples: list[TrainingSample], ticket: BatchTicket, metrics: dict[str, float]
+    ) -> list[TrainingSample]:
+        """Attach the targets of the batch's groups, also of those without variance. Adds to `metrics`."""
+        if self.targeting is None:
+            return samples
+        found = self.targeting.add(samples, [*ticket.groups, *ticket.zero_variance])
+        metrics |= {f"targets/{name}": float(count) for name, count in sorted(found.counts.items())}
+        metrics["targets/all"] = float(len(found.targets))
+        self.parts.recorder.targets(self.version + 1, found.targets)
+        for name in sorted(found.counts):
+            if name.startswith("misaligned/") and name not in self._told:
+                self._told.add(name)
+                self.parts.recorder.warn(f"targets dropped, {name}: see forge_composer.hints.context")
+        return found.samples
 
     def _batch_metrics(self, ticket: BatchTicket) -> dict[str, float]:
         metrics = group_metrics(ticket.resolved, version=self.version)

@@ -175,7 +175,8 @@ def trainer_memory(config: Config, sizes: ModelSizes) -> dict[str, float]:
     unit in 16 bits without recomputation (Korthikanti et al., arXiv 2205.05198, equation 2, without the
     attention matrix, which fused attention does not keep), a third of it under selective checkpointing,
     the layer inputs and one whole layer under full. Logits: what `trainer.logits_memory_mib` allows, or all
-    of a micro-batch with their gradient, in the compute dtype. A KL term needs a second, frozen policy.
+    of a micro-batch with their gradient, in the compute dtype. A KL term, and a
+    teacher that is not `live`, hold a second policy.
     """
     trainer = config.trainer
     layout = trainer.parallelism
@@ -191,7 +192,9 @@ def trainer_memory(config: Config, sizes: ModelSizes) -> dict[str, float]:
     logits = 2.0 * width * tokens * sizes.vocab / layout.tp
     if trainer.logits_memory_mib:
         logits = min(logits, trainer.logits_memory_mib * 2.0**20)
-    frozen = {"reference policy (float32)": 4 * sizes.parameters / shards}
+    loss = config.loss
+    copies = int(loss.grpo.kl_coef > 0) + int(loss.sdpo.weight > 0 and loss.sdpo.teacher != "live")
+    frozen = {"reference and teacher (float32)": copies * 4 * sizes.parameters / shards}
     return {
         "weights (float32)": 4 * sizes.parameters / shards,
         "gradients (float32)": 4 * sizes.parameters / shards,
@@ -199,7 +202,7 @@ def trainer_memory(config: Config, sizes: ModelSizes) -> dict[str, float]:
         f"gathered layers ({trainer.dtype})": 2 * width * sizes.layer_parameters / layout.tp,
         "activations (rough)": activations,
         "logits and their gradient": logits,
-        **(frozen if config.loss.grpo.kl_coef > 0 else {}),
+        **(frozen if copies else {}),
     }
 
 

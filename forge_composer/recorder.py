@@ -4,6 +4,7 @@ The run folder::
 
     config.toml          the resolved config
     traces/*.jsonl       every episode, as an ATIF trajectory
+    targets.jsonl        the turns that were distilled, with their hints (SDPO channel)
     metrics.jsonl        one record a step and an evaluation; tensorboard/ holds the same
     summary.json         the run in a few numbers
     report.html          the run as a page
@@ -17,6 +18,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from forge_composer.config import Config, dump_toml
+from forge_composer.hints.records import Target
+from forge_composer.hints.samples import write_targets
 from forge_composer.metrics.aggregate import evaluation_metrics
 from forge_composer.metrics.display import make_display
 from forge_composer.metrics.sinks import JsonlSink, MetricsSink, TensorBoardSink
@@ -84,6 +87,10 @@ class RunRecorder:
             sink.write("eval", step, metrics)
         self._summary.evaluation(step, metrics)
         self._display.evaluation(step, metrics)
+
+    def targets(self, step: int, targets: Sequence[Target]) -> None:
+        """Append the targeted turns of a step, with their hints, to `targets.jsonl`."""
+        write_targets(self.folder / "targets.jsonl", step, targets)
 
     def warn(self, message: str) -> None:
         """Tell the user, and keep it in the run folder."""

@@ -143,9 +143,9 @@ def check_token_weight(weight_N: Tensor | None, count: int, device: torch.device
 
 
 def _check_overwritable(student_NV: Tensor, teacher_NV: Tensor) -> None:
-    if any(
-        stride == 0 < size - 1 for stride, size in zip(student_NV.stride(), student_NV.shape, strict=True)
-    ):
+    if not student_NV.numel():
+        return
+    if any(student_NV.stride(axis) == 0 and student_NV.shape[axis] > 1 for axis in (0, 1)):
         raise ValueError("inplace_grad: the student's rows or columns share memory (an expanded tensor)")
     if student_NV.untyped_storage().data_ptr() == teacher_NV.untyped_storage().data_ptr():
         raise ValueError("inplace_grad: the teacher's logits share memory with the student's")

@@ -109,25 +109,29 @@ class Divergence(NamedTuple):
             )
         stats_4N = self.backend.row_statistics(student_NV, teacher_NV, weight_N, self.temperature)
         log_norm_2N = log_sums(stats_4N, self.group)
-        live_N = log_norm_2N.isfinite().all(dim=0)
+        live_N = ~log_norm_2N.isneginf().any(dim=0)
         weight_N = torch.where(live_N, weight_N, 0.0)
         log_norm_2N = torch.where(live_N, log_norm_2N, 0.0)
         inputs = (student_NV, teacher_NV, weight_N, log_norm_2N)
         sums_2N = self.backend.row_sums(*inputs, self.beta, self.temperature)
         dist.all_reduce(sums_2N, group=self.group)
         value_N = torch.where(weight_N != 0, sums_2N[0].clamp_min(0.0), 0.0)
+        value_N = value_N.masked_fill(log_norm_2N.isnan().any(dim=0), torch.nan)  # a logit is
         if grad_out is not None:
             self.backend.row_gradients(*inputs, sums_2N[1], value_N, self.beta, self.temperature, grad_out)
         return value_N
 
 
 def log_sums(stats_4N: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """logsumexp over all shards of student and teacher, [2, N], from `row_statistics`; -inf for sums of 0."""
+    """logsumexp over all shards of student and teacher, [2, N], from `row_statistics`; -inf for sums of 0.
+
+    In float64: in float32 large logits would leave no bits for the logarithm.
+    """
+    stats_4N = stats_4N.double()
     shards_W4N = stats_4N[None]
     if group is not None:
-        count = stats_4N.shape[1]
-        shards_W4N = stats_4N.new_empty((dist.get_world_size(group), 4, count))
-        dist.all_gather_into_tensor(shards_W4N.view(-1, count), stats_4N, group=group)
+        shards_W4N = stats_4N.new_empty((dist.get_world_size(group), *stats_4N.shape))
+        dist.all_gather_into_tensor(shards_W4N.flatten(0, 1), stats_4N, group=group)
     # The lowest number instead of -inf, of ranks without columns and rows that are -inf everywhere.
     highest_W2N = shards_W4N[:, 0::2].clamp_min(torch.finfo(stats_4N.dtype).min)
     overall_2N = highest_W2N.amax(dim=0)
@@ -159,7 +163,7 @@ class GeneralizedJSD(torch.autograd.Function):
         return per_token_N
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]  # torch has no types for it
+    @once_differentiable
     def backward(ctx: Any, grad_per_token_N: Tensor) -> tuple[Tensor | None, ...]:
         """The gradient that is there, for rows whose upstream gradient differs multiplied by the ratio."""
         if ctx.grad_NV is None:

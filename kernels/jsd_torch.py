@@ -34,6 +34,7 @@ from forge_composer.kernels.row_chunks import (
     is_synchronous,
     relative_exponentials,
     row_chunks,
+    statistics,
     widened,
     work_dtype,
     zero_left_out,
@@ -90,12 +91,9 @@ def _kl(log_p_NV: Tensor, log_q_NV: Tensor) -> Tensor:
 class _Norms(NamedTuple):
     """Per row: 1 / sum of exponentials, of student and teacher, and log2 of the first sum over the second."""
 
-    student_R1: Tensor | float
-    teacher_R1: Tensor | float
-    log2_ratio_R1: Tensor | float
-
-
-_NORMALISED = _Norms(1.0, 1.0, 0.0)
+    student_R1: Tensor
+    teacher_R1: Tensor
+    log2_ratio_R1: Tensor
 
 
 def _terms(scratch: list[Tensor], norms: _Norms, beta: float) -> tuple[Tensor, Tensor]:
@@ -110,11 +108,14 @@ def _terms(scratch: list[Tensor], norms: _Norms, beta: float) -> tuple[Tensor, T
     if 0.0 < beta < 1.0:
         x_RV.clamp_min_(work.min / 4)  # so that -inf in both rows does not make x NaN
         x_RV.sub_(z_RV).add_(norms.log2_ratio_R1)
-        x_RV.clamp_max_(10 - math.log2(work.eps * beta))  # beyond, p is no part of m in this precision
+        # Beyond this, p is no part of m in this precision; nor may 2^x overflow.
+        x_RV.clamp_max_(min(10 - math.log2(work.eps) - math.log2(beta), math.log2(work.max) - 1))
         torch.exp2(x_RV, out=z_RV).sub_(1.0).mul_(beta).log1p_()  # log(m / p)
+        if 1.0 - beta < work.eps:  # beta may round to 1 there, and the logarithm to -inf
+            z_RV.clamp_min_(math.log1p(-beta))
         x_RV.sub_(z_RV, alpha=LOG2_E)  # log2(q / m)
-        teacher_R = q_RV.mul_(x_RV).sum(dim=1).mul_(LN_2) * _column(norms.teacher_R1)
-        inner_R = -z_RV.mul_(p_RV).sum(dim=1) * _column(norms.student_R1)
+        teacher_R = q_RV.mul_(x_RV).sum(dim=1).mul_(LN_2) * norms.teacher_R1[:, 0]
+        inner_R = -z_RV.mul_(p_RV).sum(dim=1) * norms.student_R1[:, 0]
         return beta * teacher_R + (1.0 - beta) * inner_R, inner_R
     own_RV, norm_R1, sign = (q_RV, norms.teacher_R1, 1.0) if beta == 0.0 else (p_RV, norms.student_R1, -1.0)
     x_RV.sub_(z_RV).add_(norms.log2_ratio_R1).mul_(sign * LN_2)  # log(own / other)
@@ -123,12 +124,8 @@ def _terms(scratch: list[Tensor], norms: _Norms, beta: float) -> tuple[Tensor, T
     x_RV.nan_to_num_(nan=0.0, posinf=math.inf, neginf=0.0)
     infinite_R = x_RV.amax(dim=1).isposinf()
     x_RV.nan_to_num_(nan=math.nan, posinf=0.0)
-    inner_R = torch.mul(own_RV, x_RV, out=z_RV).sum(dim=1) * _column(norm_R1)
+    inner_R = torch.mul(own_RV, x_RV, out=z_RV).sum(dim=1) * norm_R1[:, 0]
     return inner_R.masked_fill(infinite_R, math.inf), inner_R
-
-
-def _column(norm_R1: Tensor | float) -> Tensor | float:
-    return norm_R1[:, 0] if isinstance(norm_R1, Tensor) else norm_R1
 
 
 def _write_gradient(
@@ -182,13 +179,16 @@ def jsd_torch(
     if need_grad and grad_out is not None:
         zero_left_out(grad_out, weight_N)
     for chunk in row_chunks((student_NV, teacher_NV), weight_N, scratch=4):
-        _, sum_s_R = _relative(chunk.read[0], temperature, *chunk.scratch[:2])
-        _, sum_t_R = _relative(chunk.read[1], temperature, *chunk.scratch[2:])
+        sum_s_R, sum_t_R = (
+            relative_exponentials(widened(logits_RV, scratch[0]), temperature, *scratch)[1]
+            for logits_RV, scratch in zip(chunk.read, (chunk.scratch[:2], chunk.scratch[2:]), strict=True)
+        )
         dead_R = (sum_s_R == 0) | (sum_t_R == 0)
         sum_s_R1, sum_t_R1 = (torch.where(dead_R, 1.0, total_R)[:, None] for total_R in (sum_s_R, sum_t_R))
         norms = _Norms(1.0 / sum_s_R1, 1.0 / sum_t_R1, sum_s_R1.log2() - sum_t_R1.log2())
         value_R, inner_R = _terms(chunk.scratch, norms, beta)
-        value_R = torch.where(dead_R, 0.0, value_R.clamp_min(0.0))
+        value_R = value_R.clamp_min(0.0) + 0.0 * norms.log2_ratio_R1[:, 0]  # NaN if a logit is
+        value_R = torch.where(dead_R, 0.0, value_R)
         per_token_N[chunk.rows] = value_R
         if need_grad and grad_out is not None:
             weight_R = weight_N[chunk.rows].to(value_R.dtype)
@@ -208,9 +208,9 @@ def row_statistics(student_NV: Tensor, teacher_NV: Tensor, weight_N: Tensor, tem
     stats_4N[0::2] = -math.inf
     for chunk in row_chunks((student_NV, teacher_NV), weight_N, scratch=2):
         for first, logits_RV in ((0, chunk.read[0]), (2, chunk.read[1])):
-            highest_R, sum_R = _relative(logits_RV, temperature, *chunk.scratch)
-            stats_4N[first, chunk.rows] = highest_R / temperature
-            stats_4N[first + 1, chunk.rows] = sum_R
+            logits_RV = widened(logits_RV, chunk.scratch[0])
+            highest_R, sum_R = statistics(logits_RV, temperature, *chunk.scratch)
+            stats_4N[first, chunk.rows], stats_4N[first + 1, chunk.rows] = highest_R, sum_R
     return stats_4N
 
 
@@ -228,7 +228,8 @@ def row_sums(
         student_NV: this shard's columns.
         teacher_NV: this shard's columns.
         weight_N: rows of weight 0 are left out.
-        log_norm_2N: logsumexp of logits / temperature over the whole vocabulary, student's and teacher's.
+        log_norm_2N: logsumexp of logits / temperature over the whole vocabulary, student's and teacher's, in
+            float64.
         beta: as everywhere.
         temperature: as everywhere.
 
@@ -236,10 +237,10 @@ def row_sums(
         `sums_2N`. The inner sum is that of p log(p / m), for beta = 1 of p log(p / q) where it is finite; for
         beta = 0 the gradient needs none.
     """
-    sums_2N = torch.zeros_like(log_norm_2N)
+    sums_2N = torch.zeros_like(log_norm_2N, dtype=work_dtype(student_NV, teacher_NV))
     for chunk in row_chunks((student_NV, teacher_NV), weight_N, scratch=4):
-        _fill(chunk, log_norm_2N, temperature)
-        sums_2N[0, chunk.rows], sums_2N[1, chunk.rows] = _terms(chunk.scratch, _NORMALISED, beta)
+        norms = _fill(chunk, log_norm_2N, temperature)
+        sums_2N[0, chunk.rows], sums_2N[1, chunk.rows] = _terms(chunk.scratch, norms, beta)
     return sums_2N
 
 
@@ -268,24 +269,23 @@ def row_gradients(
         out: [N, V]; may be the student itself.
     """
     zero_left_out(out, weight_N)
-    factor_N = torch.where(value_N.isinf(), 0.0, weight_N / temperature).to(log_norm_2N.dtype)
+    factor_N = torch.where(value_N.isinf(), 0.0, weight_N / temperature).to(value_N.dtype)
     for chunk in row_chunks((student_NV, teacher_NV), weight_N, scratch=4):
-        _fill(chunk, log_norm_2N, temperature)
-        _terms(chunk.scratch, _NORMALISED, beta)
+        norms = _fill(chunk, log_norm_2N, temperature)
+        _terms(chunk.scratch, norms, beta)
         rows = chunk.rows
-        _write_gradient(chunk, _NORMALISED, inner_N[rows], factor_N[rows], beta, out)
+        _write_gradient(chunk, norms, inner_N[rows], factor_N[rows], beta, out)
 
 
-def _relative(logits_RV: Tensor, temperature: float, z_RV: Tensor, exp_RV: Tensor) -> tuple[Tensor, Tensor]:
-    return relative_exponentials(widened(logits_RV, z_RV), temperature, z_RV, exp_RV)
-
-
-def _fill(chunk: RowChunk, log_norm_2N: Tensor, temperature: float) -> None:
-    """Log-probabilities in base 2, and probabilities, of the student, then of the teacher."""
-    shift_2R1 = (log_norm_2N[:, chunk.rows] * temperature)[:, :, None]
+def _fill(chunk: RowChunk, log_norm_2N: Tensor, temperature: float) -> _Norms:
+    """z and 2^z of the student, then of the teacher, relative to the logarithm of the norm, rounded."""
+    exact_2R1 = (log_norm_2N[:, chunk.rows] * temperature)[:, :, None]
+    shift_2R1 = exact_2R1.to(chunk.scratch[0].dtype)
     for side, (z_RV, exp_RV) in enumerate((chunk.scratch[:2], chunk.scratch[2:])):
-        logits_RV = widened(chunk.read[side], z_RV)
-        exponentials(logits_RV, shift_2R1[side], temperature, z_RV, exp_RV)
+        exponentials(widened(chunk.read[side], z_RV), shift_2R1[side], temperature, z_RV, exp_RV)
+    rest_2R1 = ((exact_2R1 - shift_2R1) / temperature).to(shift_2R1.dtype)
+    inverse_2R1 = (-rest_2R1).exp()
+    return _Norms(inverse_2R1[0], inverse_2R1[1], (rest_2R1[0] - rest_2R1[1]) * LOG2_E)
 
 
 def scale_rows_(grad_NV: Tensor, factor_N: Tensor) -> None:
@@ -302,5 +302,6 @@ def scale_rows_(grad_NV: Tensor, factor_N: Tensor) -> None:
             grad_NV[row].mul_(factors[row])
         return
     height = max(1, chunk_elements(grad_NV.device) // width)  # mixed dtypes: the product may make a copy
-    for grad_RV, factor_R in zip(grad_NV.split(height), factor_N.split(height), strict=True):
-        grad_RV.mul_(factor_R[:, None])
+    for start in range(0, count, height):
+        rows = slice(start, start + height)
+        grad_NV[rows].mul_(factor_N[rows, None])

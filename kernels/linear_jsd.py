@@ -7,14 +7,21 @@ Shape suffixes: N = tokens, R = tokens of a chunk, H = hidden size (the teacher'
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from forge_composer.kernels.dispatch import check_divergence, check_token_weight, find_backend
+from forge_composer.kernels.dispatch import (
+    BackendName,
+    check_divergence,
+    check_token_weight,
+    find_backend,
+    generalized_jsd,
+)
 from forge_composer.kernels.jsd_autograd import Divergence
 from forge_composer.kernels.linear_chunks import MEMORY_BUDGET, WeightGradient, chunk_height, row_slices
 from forge_composer.kernels.row_chunks import is_synchronous, work_dtype
@@ -46,7 +53,7 @@ def linear_jsd(
     per_token_cap: float | None = None,
     memory_budget: int = MEMORY_BUDGET,
     group: dist.ProcessGroup | None = None,
-    backend: Literal["torch", "triton"] | None = None,
+    backend: BackendName | None = None,
 ) -> LinearJSD:
     """Sum of `weight * min(generalized_jsd, cap)` over tokens, with logits = hidden @ weight^T.
 
@@ -75,33 +82,30 @@ def linear_jsd(
             also none), hidden states and weights of tokens are the same on all ranks. Loss and divergences
             then cover the whole vocabulary, while the gradient of `student_hidden_NH` is THIS RANK'S PART OF
             A SUM over the group: the caller adds the parts up.
-        backend: see `generalized_jsd`.
+        backend: see `generalized_jsd`; "reference" holds the logits of all tokens, in float64.
 
     Raises:
         ValueError: arguments do not fit each other.
     """
     _check(student_hidden_NH, student_weight_VH, teacher_hidden_NH, teacher_weight_VH)
     check_divergence(beta, temperature)
-    count = len(student_hidden_NH)
-    check_token_weight(token_weight_N, count, student_hidden_NH.device)
-    teacher_hidden_NH, teacher_weight_VH = teacher_hidden_NH.detach(), teacher_weight_VH.detach()
+    count, device = len(student_hidden_NH), student_hidden_NH.device
+    check_token_weight(token_weight_N, count, device)
     work = work_dtype(student_weight_VH, teacher_weight_VH)
-    kept_N = None
+    rows = _LiveRows(token_weight_N)
     if token_weight_N is None:
-        weight_N = torch.ones(count, dtype=work, device=student_hidden_NH.device)
+        weight_N = torch.ones(count, dtype=work, device=device)
     else:
-        weight_N = token_weight_N.detach().to(work)
-        if not is_synchronous(weight_N.device):
-            live_N1 = (weight_N != 0)[:, None]
-            student_hidden_NH = torch.where(live_N1, student_hidden_NH, 0.0)
-            teacher_hidden_NH = torch.where(live_N1, teacher_hidden_NH, 0.0)
-        elif not weight_N.all():
-            kept_N = weight_N.nonzero()[:, 0]
-            weight_N = weight_N[kept_N]
-            student_hidden_NH, teacher_hidden_NH = student_hidden_NH[kept_N], teacher_hidden_NH[kept_N]
-    functions = find_backend(backend, student_hidden_NH.device, work)
-    width = _widest(len(student_weight_VH), student_hidden_NH.device, group)
+        weight_N = rows.select(token_weight_N.detach().to(work))
+    student_hidden_NH, teacher_hidden_NH = map(rows.select, (student_hidden_NH, teacher_hidden_NH.detach()))
+    teacher_weight_VH = teacher_weight_VH.detach()
+    inputs = (student_hidden_NH, student_weight_VH, teacher_hidden_NH, teacher_weight_VH)
+    if backend == "reference":
+        loss, per_token_N = _reference(*inputs, weight_N, beta, temperature, per_token_cap, group)
+        return LinearJSD(loss, rows.spread(per_token_N, count))
+    width = _widest(len(student_weight_VH), device, group)
     row_bytes = width * (student_weight_VH.dtype.itemsize + teacher_weight_VH.dtype.itemsize)
+    functions = find_backend(backend, device, work)
     settings = _Settings(
         divergence=Divergence(functions, float(beta), float(temperature), group),
         cap=per_token_cap,
@@ -110,12 +114,37 @@ def linear_jsd(
         grad_weight=student_weight_VH.requires_grad and torch.is_grad_enabled(),
     )
     apply: Any = _LinearJSD.apply
-    loss, per_token_N = apply(
-        student_hidden_NH, student_weight_VH, teacher_hidden_NH, teacher_weight_VH, weight_N, settings
-    )
-    if kept_N is not None:
-        per_token_N = per_token_N.new_zeros(count).index_copy_(0, kept_N, per_token_N)
-    return LinearJSD(loss, per_token_N)
+    loss, per_token_N = apply(*inputs, weight_N, settings)
+    return LinearJSD(loss, rows.spread(per_token_N, count))
+
+
+class _LiveRows:
+    """The rows whose weight is not 0.
+
+    Where the host would have to wait to know them, all rows, with zeros for the others.
+    """
+
+    def __init__(self, weight_N: Tensor | None) -> None:
+        self._live_N = None if weight_N is None else weight_N.detach() != 0
+        self._index_M: Tensor | None = None
+        if self._live_N is not None and is_synchronous(self._live_N.device):
+            if not self._live_N.all():
+                self._index_M = self._live_N.nonzero()[:, 0]
+            self._live_N = None
+
+    def select(self, values: Tensor) -> Tensor:
+        """The rows of [N] or [N, H]; differentiable."""
+        if self._index_M is not None:
+            return values[self._index_M]
+        if self._live_N is not None:
+            return torch.where(self._live_N.view(-1, *[1] * (values.ndim - 1)), values, 0.0)
+        return values
+
+    def spread(self, per_token_M: Tensor, count: int) -> Tensor:
+        """[N] from the selected rows' results, with 0 for the others."""
+        if self._index_M is None:
+            return per_token_M
+        return per_token_M.new_zeros(count).index_copy_(0, self._index_M, per_token_M)
 
 
 def _check(
@@ -146,6 +175,32 @@ def _widest(width: int, device: torch.device, group: dist.ProcessGroup | None) -
     widest = torch.tensor(width, device=device)
     dist.all_reduce(widest, op=dist.ReduceOp.MAX, group=group)
     return int(widest)
+
+
+def _reference(
+    student_hidden_NH: Tensor,
+    student_weight_VH: Tensor,
+    teacher_hidden_NH: Tensor,
+    teacher_weight_VH: Tensor,
+    weight_N: Tensor,
+    beta: float,
+    temperature: float,
+    cap: float | None,
+    group: dist.ProcessGroup | None,
+) -> tuple[Tensor, Tensor]:
+    """Two linear layers and the definition, all tokens at once."""
+    if group is not None:
+        raise ValueError("the reference works on the whole vocabulary, not on a part of it")
+    per_token_N = generalized_jsd(
+        F.linear(student_hidden_NH, student_weight_VH),
+        F.linear(teacher_hidden_NH, teacher_weight_VH),
+        beta=beta,
+        temperature=temperature,
+        token_weight_N=weight_N,
+        backend="reference",
+    )
+    capped_N = per_token_N if cap is None else per_token_N.clamp_max(cap)
+    return (capped_N * weight_N).sum(), per_token_N.detach()
 
 
 class _Settings(NamedTuple):
@@ -197,7 +252,7 @@ class _LinearJSD(torch.autograd.Function):
         return (capped_N * weight_N).sum(), per_token_N
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]  # torch has no types for it
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.grads is None:
             raise RuntimeError(

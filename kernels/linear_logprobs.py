@@ -145,7 +145,7 @@ class _LinearTokenLogprobs(torch.autograd.Function):
         return sums_3N[2] - log_normaliser_N, entropy_N
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]  # torch has no types for it
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden_NH, weight_VH, targets_N, scale_N, log_normaliser_N = ctx.saved_tensors
         need_hidden, need_weight = ctx.needs_input_grad[:2]

@@ -101,3 +101,12 @@ def relative_exponentials(
     highest_R1 = logits_RV.amax(dim=1, keepdim=True).clamp_min_(torch.finfo(z_RV.dtype).min)
     exponentials(logits_RV, highest_R1, temperature, z_RV, exp_RV)
     return highest_R1[:, 0], exp_RV.sum(dim=1)
+
+
+def statistics(logits_RV: Tensor, temperature: float, z_RV: Tensor, exp_RV: Tensor) -> tuple[Tensor, Tensor]:
+    """Highest of logits / temperature of each row, and the sum of exponentials relative to it, [R]."""
+    highest_R, sum_R = relative_exponentials(logits_RV, temperature, z_RV, exp_RV)
+    exact_R = highest_R.double() / temperature
+    rounded_R = exact_R.to(sum_R.dtype)
+    # The sum makes up for the rounding.
+    return rounded_R, torch.where(sum_R == 0, 0.0, sum_R * (exact_R - rounded_R).exp().to(sum_R.dtype))

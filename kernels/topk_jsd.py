@@ -19,8 +19,8 @@ from forge_composer.kernels.dispatch import check_arguments, generalized_jsd, vo
 from forge_composer.kernels.jsd_autograd import log_sums
 from forge_composer.kernels.row_chunks import (
     exponentials,
-    relative_exponentials,
     row_chunks,
+    statistics,
     work_dtype,
     zero_left_out,
 )
@@ -97,16 +97,15 @@ class _Settings(NamedTuple):
 
 
 class _Support(NamedTuple):
-    """The K tokens: the column of each among this rank's (any, if it is not here), and the logits of both."""
+    """The K tokens: the column of each among this rank's (any, if it is not here), and both sides' logits."""
 
     columns_NK: Tensor
     here_NK: Tensor
-    student_NK: Tensor
-    teacher_NK: Tensor
+    logits_2NK: Tensor
 
 
 class _Categories(torch.autograd.Function):
-    """The logit of each category: logsumexp of logits / temperature over its tokens.
+    """The logit of each category: logsumexp of logits / temperature over its tokens, less the highest one's.
 
     Their softmax is the softmax over the vocabulary, summed over the tokens of each category. The derivative
     with respect to the logit of a token is the token's share of its category: 1 for a token of the support.
@@ -118,20 +117,23 @@ class _Categories(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """[N, C] of student and teacher."""
         chosen = _choose(student_NV, teacher_NV, settings)
-        student_NC, teacher_NC = chosen.student_NK, chosen.teacher_NK
+        work = chosen.logits_2NK.dtype
+        highest_2N1 = chosen.logits_2NK.amax(dim=2, keepdim=True).clamp_min(torch.finfo(work).min)
+        categories_2NC = (chosen.logits_2NK - highest_2N1) / settings.temperature
         tail_N = None
         if settings.tail:
             tail_2N = _tails(student_NV, teacher_NV, weight_N, chosen, settings)
-            tail_N = tail_2N[0]
-            student_NC = torch.cat((student_NC, tail_2N[0, :, None]), dim=1)
-            teacher_NC = torch.cat((teacher_NC, tail_2N[1, :, None]), dim=1)
+            tail_N = tail_2N[0].to(work)
+            relative_2N1 = tail_2N[:, :, None] - highest_2N1.double() / settings.temperature
+            categories_2NC = torch.cat((categories_2NC, relative_2N1.to(work)), dim=2)
+        student_NC, teacher_NC = categories_2NC.unbind()
         ctx.save_for_backward(student_NV, weight_N, chosen.columns_NK, chosen.here_NK, tail_N)
         ctx.temperature = settings.temperature
         ctx.mark_non_differentiable(teacher_NC)
         return student_NC, teacher_NC
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]  # torch has no types for it
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """A token of the support takes its category's gradient, another one its share of the tail's."""
         student_NV, weight_N, columns_NK, here_NK, tail_N = ctx.saved_tensors
@@ -163,22 +165,22 @@ def _choose(student_NV: Tensor, teacher_NV: Tensor, settings: _Settings) -> _Sup
     count, width = student_NV.shape
     offered = min(settings.k, width)
     columns_NK = sides[leader].topk(offered, dim=1).indices
-    logits_2NK = torch.stack([side.gather(1, columns_NK).to(work) for side in sides]) / settings.temperature
+    logits_2NK = torch.stack([side.gather(1, columns_NK).to(work) for side in sides])
     if settings.group is None:
-        return _Support(columns_NK, torch.ones_like(columns_NK, dtype=torch.bool), *logits_2NK)
+        return _Support(columns_NK, torch.ones_like(columns_NK, dtype=torch.bool), logits_2NK)
     missing = settings.k - offered
     columns_NK = F.pad(columns_NK, (0, missing))
     logits_2NK = F.pad(logits_2NK, (0, missing), value=-torch.inf)
     world = dist.get_world_size(settings.group)
     all_WX = logits_2NK.new_empty((world, logits_2NK.numel()))
-    dist.all_gather_into_tensor(all_WX, logits_2NK.view(1, -1), group=settings.group)
+    dist.all_gather_into_tensor(all_WX, logits_2NK.flatten()[None], group=settings.group)
     all_2NWK = all_WX.view(world, 2, count, settings.k).permute(1, 2, 0, 3)
     offers_2NX = all_2NWK.reshape(2, count, world * settings.k)
     slots_NK = offers_2NX[leader].topk(settings.k, dim=1).indices
     owner_NK, slot_NK = slots_NK // settings.k, slots_NK % settings.k
     here_NK = (owner_NK == dist.get_rank(settings.group)) & (slot_NK < offered)
     chosen_2NK = offers_2NX.gather(2, slots_NK.expand(2, -1, -1))
-    return _Support(columns_NK.gather(1, slot_NK), here_NK, *chosen_2NK)
+    return _Support(columns_NK.gather(1, slot_NK), here_NK, chosen_2NK)
 
 
 def _tails(
@@ -191,9 +193,8 @@ def _tails(
         rows = chunk.rows
         for first, logits_RV in ((0, chunk.read[0]), (2, chunk.read[1])):
             _outside(logits_RV, chosen.columns_NK[rows], chosen.here_NK[rows], out=z_RV)
-            highest_R, sum_R = relative_exponentials(z_RV, settings.temperature, z_RV, exp_RV)
-            stats_4N[first, rows] = highest_R / settings.temperature
-            stats_4N[first + 1, rows] = sum_R
+            stats = statistics(z_RV, settings.temperature, z_RV, exp_RV)
+            stats_4N[first, rows], stats_4N[first + 1, rows] = stats
     return log_sums(stats_4N, settings.group)
 
 

@@ -59,11 +59,22 @@ class RolloutBuffer:
         max_policy_lag: int,
         zero_variance: Literal["drop", "resample"] = "drop",
         max_untrainable_groups: int = 80,
+        distilled: bool = False,
     ) -> None:
+        """Take the sizes.
+
+        Args:
+            groups_per_step: P.
+            max_policy_lag: S, versions.
+            zero_variance: whether groups with equal rewards count towards a batch.
+            max_untrainable_groups: as many in a row raise `NoProgressError`.
+            distilled: groups with equal rewards teach something too, and are no sign of a standstill.
+        """
         self.groups_per_step = groups_per_step
         self.max_policy_lag = max_policy_lag
         self.zero_variance = zero_variance
         self.max_untrainable_groups = max_untrainable_groups
+        self.distilled = distilled
         self.capacity = (max_policy_lag + 1) * groups_per_step
         self._next_id = 0
         self._order: list[int] = []  # admitted and not yet taken, oldest first
@@ -144,7 +155,8 @@ class RolloutBuffer:
             ticket.zero_variance.append(group)
             if self.zero_variance == "drop":
                 self._keep_slot(ticket, group)
-            self._count_barren(f"all rewards equal to {rewards[0]:g}")
+            if not self.distilled:
+                self._count_barren(f"all rewards equal to {rewards[0]:g}")
         else:
             ticket.groups.append(group)
             self._keep_slot(ticket, group)

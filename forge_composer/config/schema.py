@@ -14,6 +14,7 @@ from typing import Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from forge_composer._section import Section
+from forge_composer.config.hints import HintsConfig
 from forge_composer.losses.config import GRPOConfig, LossConfig
 
 
@@ -330,6 +331,8 @@ class Config(Section):
     """Episodes and groups."""
     loss: LossConfig = Field(default_factory=LossConfig)
     """Losses."""
+    hints: HintsConfig = Field(default_factory=HintsConfig)
+    """Targeted textual feedback."""
     teachers: tuple[TeacherConfig, ...] = ()
     """Teachers for trace replay (array of tables); each one's key must be in the environment."""
     loop: LoopConfig = Field(default_factory=LoopConfig)
@@ -346,6 +349,7 @@ __all__ = [
     "EnvironmentConfig",
     "GRPOConfig",
     "GeneratorConfig",
+    "HintsConfig",
     "KubernetesConfig",
     "LoopConfig",
     "LossConfig",

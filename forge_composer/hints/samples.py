@@ -1,0 +1,74 @@
+"""The training samples of a batch: what GRPO trains on, with the targets of failed turns attached.
+
+Groups whose rewards are all equal are nothing to GRPO; their failed rollouts may still be distilled, and are
+then in the batch for that alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from forge_composer.batching.samples import samples_from_rollout
+from forge_composer.config.hints import HintsConfig
+from forge_composer.hints.context import TeacherContexts
+from forge_composer.hints.pipeline import targets_of
+from forge_composer.hints.records import Misaligned, Target
+from forge_composer.types import RolloutGroup, TrainingSample
+
+
+@dataclass(slots=True)
+class TargetedSamples:
+    """Targets by rollout, aligned; and counts: `kind/...`, `source/...`, `misaligned/...`, `no_hint`."""
+
+    samples: list[TrainingSample] = field(default_factory=list)
+    targets: list[Target] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+
+
+class TargetedSampleBuilder:
+    """Adds targets to the samples of a batch; deterministic by seed."""
+
+    def __init__(self, config: HintsConfig, contexts: TeacherContexts, seed: int) -> None:
+        self.config, self.contexts, self.seed = config, contexts, seed
+
+    def add(self, samples: Sequence[TrainingSample], groups: Sequence[RolloutGroup]) -> TargetedSamples:
+        """The samples, with the groups' targets attached to them or to samples of their own.
+
+        Args:
+            samples: of the rollouts that GRPO trains on, in the order that `samples_from_rollout` gives.
+            groups: those whose failed turns are targeted.
+        """
+        result = TargetedSamples(list(samples))
+        of_rollout: dict[str, list[TrainingSample]] = {}
+        for sample in samples:
+            of_rollout.setdefault(sample.rollout_id, []).append(sample)
+        for group in groups:
+            rollouts = {rollout.rollout_id: rollout for rollout in group.rollouts}
+            found = targets_of(group, self.config, self.seed)
+            result.counts += found.counts
+            for target in found.targets:
+                rollout = rollouts[target.rollout_id]
+                aligned = self.contexts.build(rollout, target)
+                if isinstance(aligned, Misaligned):
+                    result.counts[f"misaligned/{aligned.reason}"] += 1
+                    continue
+                if rollout.rollout_id not in of_rollout:
+                    of_rollout[rollout.rollout_id] = samples_from_rollout(rollout, 0.0)
+                    for sample in of_rollout[rollout.rollout_id]:
+                        sample.policy_gradient = False
+                    result.samples += of_rollout[rollout.rollout_id]
+                of_rollout[rollout.rollout_id][aligned.sample_index].targets.append(aligned)
+                result.targets.append(target)
+        return result
+
+
+def write_targets(path: Path, step: int, targets: Sequence[Target]) -> None:
+    """Append targets to a JSONL file: one line each, with the step that they were distilled in."""
+    with path.open("a", encoding="utf-8") as file:
+        for target in targets:
+            record = {name: getattr(target, name) for name in Target.__slots__}
+            file.write(json.dumps({"step": step, **record}, ensure_ascii=False) + "\n")

@@ -24,6 +24,7 @@ SMALL = (
     "--loop.steps", "3", "--loop.groups_per_step", "3", "--rollout.group_size", "4",
     "--loop.eval_tasks", "12", "--metrics.display", "plain",
 )  # fmt: skip
+BOTH_CHANNELS = ("--loss.sdpo.weight", "0.5")
 LIMIT_S = 280
 STARTED: list[subprocess.Popen[str]] = []
 
@@ -69,7 +70,7 @@ def summary_of(folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def sync_run(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "sync"
-    process = start(checkout, folder)
+    process = start(checkout, folder, *BOTH_CHANNELS)
     output = finish(process)
     assert process.returncode == 0, output
     return folder
@@ -95,6 +96,19 @@ def test_generator_and_trainer_agree_on_every_step(sync_run: Path) -> None:
         assert 0 < record["weights/logprob_diff_max"] < 1e-4
 
 
+def test_failed_turns_are_distilled(sync_run: Path) -> None:
+    """Every step has targets, all aligned; each is written down; the hint moves the teacher."""
+    steps = [record for record in read_metrics(sync_run / "metrics.jsonl") if record["kind"] == "step"]
+    written = [json.loads(line) for line in (sync_run / "targets.jsonl").read_text().splitlines()]
+    for record in steps:
+        assert record["targets/all"] > 0
+        assert sum(target["step"] == record["step"] for target in written) == record["targets/all"]
+        assert not [name for name in record if name.startswith("targets/misaligned")]
+        assert record["batch/tokens_distilled"] > 0
+        assert 1e-5 < record["sdpo/jsd"] < 0.7
+        assert record["sdpo/loss"] > 0
+
+
 def test_every_trace_parses_and_renders_to_its_token_ids(sync_run: Path, checkout: Path) -> None:
     reader = TraceReader(sync_run / "traces")
     rollouts = list(reader)
@@ -115,7 +129,7 @@ def test_the_export_is_the_trained_policy(sync_run: Path, checkout: Path) -> Non
 
 
 def test_the_same_seed_gives_the_same_metrics(sync_run: Path, checkout: Path, tmp_path: Path) -> None:
-    process = start(checkout, tmp_path / "again")
+    process = start(checkout, tmp_path / "again", *BOTH_CHANNELS)
     output = finish(process)
     assert process.returncode == 0, output
     first, second = (

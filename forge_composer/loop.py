@@ -214,7 +214,7 @@ class Controller:
             if ticket.closed:
                 return
             metrics = self._batch_metrics(ticket)
-            samples = self._add_targets(self._samples(ticket), ticket, metrics)
+            samples = await self._add_targets(self._samples(ticket), ticket, metrics)
             if not any(any(sample.action_mask) for sample in samples):
                 untrainable += 1
                 self._untrainable(untrainable, ticket)
@@ -244,13 +244,13 @@ class Controller:
                     samples.extend(samples_from_rollout(rollout, advantage))
         return samples
 
-    def _add_targets(
+    async def _add_targets(
         self, samples: list[TrainingSample], ticket: BatchTicket, metrics: dict[str, float]
     ) -> list[TrainingSample]:
         """Attach the targets of the batch's groups, also of those without variance. Adds to `metrics`."""
         if self.targeting is None:
             return samples
-        found = self.targeting.add(samples, [*ticket.groups, *ticket.zero_variance])
+        found = await self.targeting.add(samples, [*ticket.groups, *ticket.zero_variance])
         metrics |= {f"targets/{name}": float(count) for name, count in sorted(found.counts.items())}
         metrics["targets/all"] = float(len(found.targets))
         self.parts.recorder.targets(self.version + 1, found.targets)

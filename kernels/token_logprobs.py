@@ -131,7 +131,8 @@ class _TokenLogprobs(torch.autograd.Function):
             from forge_composer.kernels.triton_logprobs import logprob_gradient as gradient
         else:
             gradient = _gradient
-        grad_NV = gradient(*ctx.saved_tensors, grads[0], ctx.vocab_start)
+        logits_NV, targets_N, scale_N, norms_2N = ctx.saved_tensors
+        grad_NV = gradient(logits_NV, targets_N, scale_N, norms_2N, grads[0], ctx.vocab_start)
         return grad_NV, None, None, None, None, None
 
 

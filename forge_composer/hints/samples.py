@@ -6,6 +6,7 @@ then in the batch for that alone.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -15,8 +16,9 @@ from pathlib import Path
 from forge_composer.batching.samples import samples_from_rollout
 from forge_composer.config.hints import HintsConfig
 from forge_composer.hints.context import TeacherContexts
-from forge_composer.hints.pipeline import targets_of
+from forge_composer.hints.pipeline import HintPipeline
 from forge_composer.hints.records import Misaligned, Target
+from forge_composer.hints.sources import make_sources
 from forge_composer.types import RolloutGroup, TrainingSample
 
 
@@ -33,9 +35,15 @@ class TargetedSampleBuilder:
     """Adds targets to the samples of a batch; deterministic by seed."""
 
     def __init__(self, config: HintsConfig, contexts: TeacherContexts, seed: int) -> None:
-        self.config, self.contexts, self.seed = config, contexts, seed
+        """Make the sources of hints.
 
-    def add(self, samples: Sequence[TrainingSample], groups: Sequence[RolloutGroup]) -> TargetedSamples:
+        Raises:
+            ValueError: the judge's key is not in the environment.
+        """
+        self.pipeline = HintPipeline(config, make_sources(config), seed)
+        self.contexts = contexts
+
+    async def add(self, samples: Sequence[TrainingSample], groups: Sequence[RolloutGroup]) -> TargetedSamples:
         """The samples, with the groups' targets attached to them or to samples of their own.
 
         Args:
@@ -46,9 +54,9 @@ class TargetedSampleBuilder:
         of_rollout: dict[str, list[TrainingSample]] = {}
         for sample in samples:
             of_rollout.setdefault(sample.rollout_id, []).append(sample)
-        for group in groups:
+        all_found = await asyncio.gather(*(self.pipeline.targets_for(group) for group in groups))
+        for group, found in zip(groups, all_found, strict=True):
             rollouts = {rollout.rollout_id: rollout for rollout in group.rollouts}
-            found = targets_of(group, self.config, self.seed)
             result.counts += found.counts
             for target in found.targets:
                 rollout = rollouts[target.rollout_id]

@@ -21,16 +21,14 @@ from forge_composer.envs.micro_tasks import (
     name_function,
     trusted_report,
 )
+from forge_composer.hints.texts import DEMONSTRATION as HINT_DEMONSTRATION
+from forge_composer.hints.texts import FEEDBACK as HINT_FEEDBACK
 from forge_composer.rendering.renderer import ChatRenderer
 from forge_composer.rendering.tool_calls import to_message
 from forge_composer.types import Message, ParsedAction, ToolCall
 
 NAMES_SEEN = 3
 """Names under which each function occurs in the traces, of the 32 there are."""
-HINT_DEMONSTRATION = "Hint: this body is right:\n{body}"
-"""How a hint shows a solution."""
-HINT_FEEDBACK = "Hint: an earlier attempt failed: {feedback}"
-"""How a hint repeats what a test said."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -45,7 +45,7 @@ def jsd_triton(
         need_grad: whether to make the gradient.
         grad_out: [N, V], takes weight * d value / d student; may be the student itself.
         schedule: "staged": three passes over device memory. "resident": one pass, one program a row, up to
-            20,480 columns. "cluster": one pass, one thread block cluster a row, up to 327,680 columns, on
+            16,384 columns. "cluster": one pass, one thread block cluster a row, up to 327,680 columns, on
             compute capability 9 or 10. "cooperative": one pass, several programs a row that wait for each
             other. "auto" is "resident" where it fits, else "staged".
 

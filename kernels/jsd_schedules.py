@@ -87,18 +87,22 @@ class RowPlan(NamedTuple):
 def resident_plan(width: int) -> RowPlan | None:
     """One program a row; None if the row does not fit into a multiprocessor's registers.
 
-    A pair of logits takes two registers a thread. Up to 40 pairs a thread compile without spills.
+    A pair of logits takes two registers of a thread. With 40 pairs a thread some variants spill.
     """
     for warps in (1, 2, 4, 8, 16):
         tiles = -(-width // (256 * warps))
-        if tiles <= (5 if warps == 16 else 4):
+        if tiles <= 4:
             return RowPlan(warps, tiles)
     return None
 
 
 def cluster_plan(width: int) -> RowPlan | None:
-    """One cluster a row, of as few thread blocks as hold it, at most 16; None if it does not fit."""
-    for ctas, warps, most in ((2, 8, 4), (4, 8, 4), (8, 8, 4), (16, 8, 5), (16, 16, 5)):
+    """One cluster a row, of at most 16 thread blocks; None if it does not fit.
+
+    As few blocks as hold the row with 24 pairs a thread, so that a multiprocessor has room for three and one
+    computes while others wait; more pairs a thread only where 16 blocks would not do otherwise.
+    """
+    for ctas, warps, most in ((2, 8, 3), (4, 8, 3), (8, 8, 3), (16, 8, 5), (16, 16, 5)):
         tiles = -(-width // (256 * warps * ctas))
         if tiles <= most:
             return RowPlan(warps, tiles, ctas=ctas)

@@ -8,10 +8,12 @@ from collections.abc import Iterator
 
 from forge_composer.actors.meshes import Meshes
 from forge_composer.config import Config
+from forge_composer.hints.context import TeacherContexts
 from forge_composer.loop import Controller, Parts
 from forge_composer.recorder import RunRecorder
 from forge_composer.rendering.renderer import ChatRenderer
 from forge_composer.rollout.episode import EpisodeRunner, TokenLimits
+from forge_composer.types import Message
 
 
 class Run:
@@ -54,6 +56,7 @@ class Run:
                 "the chat template rewrites earlier turns (thinking, as a rule): those episodes become "
                 "several training samples"
             )
+        self._check_hints(renderer)
         self.recorder.phase("starting the processes")
         async with self.meshes as meshes:
             self.recorder.started(meshes.start_seconds)
@@ -69,6 +72,17 @@ class Run:
             if self.config.trainer.export_hf:
                 self.recorder.phase("writing the final policy")
                 await meshes.trainer.export_hf(self.recorder.folder / "checkpoints" / "final_hf")
+
+    def _check_hints(self, renderer: ChatRenderer) -> None:
+        """Raise ValueError if the chat template cannot show a hint where it is configured to stand."""
+        if self.config.loss.sdpo.weight == 0:
+            return
+        position = self.config.hints.position
+        contexts = TeacherContexts(renderer, position, max_tokens=self.config.trainer.seq_len)
+        chat = [Message(role="system", content="You fix code."), Message(role="user", content="Begin.")]
+        problem = contexts.supported(chat, [])
+        if problem is not None:
+            raise ValueError(f"hints.position = {position!r}: {problem}; set another position")
 
     def _limits(self) -> TokenLimits:
         return TokenLimits(

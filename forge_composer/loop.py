@@ -207,6 +207,7 @@ class Controller:
         """Take batches, train, publish, until the configured number of steps is done."""
         loop = self.config.loop
         untrainable = 0
+        skipped = {"rollout/skipped": 0.0, "time/skipped_s": 0.0}
         while self.version < loop.steps:
             began = time.perf_counter()
             ticket = await self.parts.buffer.take_batch(self.version)
@@ -219,8 +220,11 @@ class Controller:
                 untrainable += 1
                 self._untrainable(untrainable, ticket)
                 await self.parts.buffer.release(ticket.slots)
+                skipped["rollout/skipped"] += sum(len(group.rollouts) for group in ticket.resolved)
+                skipped["time/skipped_s"] += time.perf_counter() - began
                 continue
-            untrainable = 0
+            metrics |= skipped
+            untrainable, skipped = 0, dict.fromkeys(skipped, 0.0)
             metrics |= await self._update(samples)
             metrics |= {"time/wait_s": waited, "time/step_s": time.perf_counter() - began}
             await self.parts.buffer.release(ticket.slots)

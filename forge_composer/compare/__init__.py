@@ -1,0 +1,1 @@
+"""Arms x seeds: running them, and what may be said about their differences."""

@@ -48,9 +48,8 @@ from forge_composer.batching.packing import GlobalBatch, pack_samples
 from forge_composer.batching.samples import samples_from_rollout
 from forge_composer.buffers.rollout_buffer import BatchTicket, NoProgressError
 from forge_composer.config.schema import Config
-from forge_composer.hints.context import TeacherContexts
+from forge_composer.hints.channel import FeedbackChannel
 from forge_composer.hints.records import Target
-from forge_composer.hints.samples import TargetedSampleBuilder
 from forge_composer.metrics.aggregate import group_metrics
 from forge_composer.rollout.episode import EpisodeRunner
 from forge_composer.rollout.groups import GroupSpec, advantages_of, run_group
@@ -110,19 +109,19 @@ class Controller:
         """Policy version of the trainer, and of the generators between updates."""
         self.synchronous = config.loop.max_policy_lag == 0
         self.tasks = TaskOrder(config.environment.train_tasks, config.seed)
-        self.targeting: TargetedSampleBuilder | None = None
+        self.feedback: FeedbackChannel | None = None
         if config.loss.sdpo.weight > 0:
-            contexts = TeacherContexts(
-                parts.runner.renderer, config.hints.position, max_tokens=config.trainer.seq_len
+            recorder = parts.recorder
+            self.feedback = FeedbackChannel(
+                config, parts.runner.renderer, record=recorder.targets, warn=recorder.warn
             )
-            self.targeting = TargetedSampleBuilder(config.hints, contexts, config.seed)
-        self._told: set[str] = set()
 
     async def run(self) -> None:
         """Publish version 0, evaluate, train, evaluate again.
 
         Raises:
             NoProgressError: nothing to train on came for as long as configured.
+            CollapseError: the run distils, and `hints.guard` was told to stop it.
             WeightMismatchError: an update left a generator with other weights (float32 only).
         """
         await self._publish()
@@ -215,7 +214,11 @@ class Controller:
             if ticket.closed:
                 return
             metrics = self._batch_metrics(ticket)
-            samples = await self._add_targets(self._samples(ticket), ticket, metrics)
+            samples = self._samples(ticket)
+            if self.feedback is not None:
+                groups = [*ticket.groups, *ticket.zero_variance]
+                samples, counts = await self.feedback.add_targets(samples, groups, self.version)
+                metrics |= counts
             if not any(any(sample.action_mask) for sample in samples):
                 untrainable += 1
                 self._untrainable(untrainable, ticket)
@@ -226,6 +229,8 @@ class Controller:
             metrics |= skipped
             untrainable, skipped = 0, dict.fromkeys(skipped, 0.0)
             metrics |= await self._update(samples)
+            if self.feedback is not None:
+                self.feedback.watch(metrics)
             metrics |= {"time/wait_s": waited, "time/step_s": time.perf_counter() - began}
             await self.parts.buffer.release(ticket.slots)
             self.parts.recorder.step(self.version, metrics)
@@ -247,22 +252,6 @@ class Controller:
                 if advantage is not None:
                     samples.extend(samples_from_rollout(rollout, advantage))
         return samples
-
-    async def _add_targets(
-        self, samples: list[TrainingSample], ticket: BatchTicket, metrics: dict[str, float]
-    ) -> list[TrainingSample]:
-        """Attach the targets of the batch's groups, also of those without variance. Adds to `metrics`."""
-        if self.targeting is None:
-            return samples
-        found = await self.targeting.add(samples, [*ticket.groups, *ticket.zero_variance])
-        metrics |= {f"targets/{name}": float(count) for name, count in sorted(found.counts.items())}
-        metrics["targets/all"] = float(len(found.targets))
-        self.parts.recorder.targets(self.version + 1, found.targets)
-        for name in sorted(found.counts):
-            if name.startswith("misaligned/") and name not in self._told:
-                self._told.add(name)
-                self.parts.recorder.warn(f"targets dropped, {name}: see forge_composer.hints.context")
-        return found.samples
 
     def _batch_metrics(self, ticket: BatchTicket) -> dict[str, float]:
         metrics = group_metrics(ticket.resolved, version=self.version)
@@ -305,6 +294,7 @@ class Controller:
             dp_degree=parallelism.dp_replicate * parallelism.dp_shard,
             rows_per_microbatch=self.config.trainer.rows_per_microbatch,
             version=self.version,
+            sdpo_scale=1.0 if self.feedback is None else self.feedback.scale,
         )
 
     # -- weights ------------------------------------------------------------------------------------
@@ -372,6 +362,8 @@ class Controller:
         for first in range(0, total, window):
             rollouts += await self._evaluate_tasks(range(first, min(first + window, total)))
         self.parts.recorder.evaluation(self.version, rollouts)
+        if self.feedback is not None:
+            self.feedback.watch_evaluation(rollouts)
 
     async def _evaluate_tasks(self, task_indices: range) -> list[Rollout]:
         sampler: Sampler = self.parts.generators

@@ -62,11 +62,42 @@ class GRPOConfig(Section):
         return self
 
 
+class WeightSchedule(Section):
+    """How the weight of a channel changes over the run."""
+
+    warmup_steps: int = Field(0, ge=0)
+    """Optimizer steps over which the weight rises linearly from 0."""
+    decay: Literal["none", "linear", "cosine"] = "none"
+    """How it falls at the end of the run."""
+    decay_steps: int = Field(0, ge=0)
+    """Optimizer steps over which it falls, the last ones of the run."""
+    final_share: float = Field(0.0, ge=0, le=1)
+    """Share of the weight that is left in the last step."""
+
+    @model_validator(mode="after")
+    def _decay_has_steps(self) -> WeightSchedule:
+        if (self.decay == "none") != (self.decay_steps == 0):
+            raise ValueError("decay and decay_steps belong together: set both or neither")
+        return self
+
+
 class SDPOConfig(Section):
     """Self-distillation from the policy with a hint in its context (SDPO, arXiv 2601.20802)."""
 
     weight: float = Field(0.0, ge=0)
-    """alpha: weight of the channel in the total; 0 switches it off."""
+    """alpha: weight of the channel in the total; 0 switches it off. With `balance` it is the size of the
+    channel's gradient relative to that of GRPO."""
+    balance: Literal["none", "grad_norm"] = "none"
+    """`grad_norm`: alpha is `weight` times the running ratio of GRPO's gradient norm to this channel's, at
+    the gain of the policy's last norm, which both share (the idea of GradNorm, arXiv 1711.02257). The
+    advantages' scale and the divisors then cancel out."""
+    balance_rate: float = Field(0.2, gt=0, le=1)
+    """Share of a step's measurement in the running ratio; steps in which either gradient is 0 do not
+    count."""
+    balance_max: float = Field(100.0, gt=0)
+    """Largest ratio."""
+    schedule: WeightSchedule = Field(default_factory=WeightSchedule)
+    """How the weight changes over the run."""
     teacher: Literal["live", "ema", "trust_region"] = "ema"
     """Who reads the hint: the policy in training, an exponential average of it, or a blend of its logits with
     those of the policy that the run starts with. The last two hold a second copy of the policy."""
@@ -80,6 +111,9 @@ class SDPOConfig(Section):
     """Divides both sides' logits in the divergence."""
     is_clip: float = Field(2.0, ge=0)
     """Cap of the importance weight pi / pi_generator of a token; 0 switches the weight off."""
+    teacher_entropy_coef: float = Field(0.0, ge=0)
+    """Weigh each token by exp(-coef H), H the teacher's entropy there in nats: what the teacher is not sure
+    of counts less. 1 in SRPO (arXiv 2604.02288); 0 switches it off."""
     per_token_cap: float = Field(0.0, ge=0)
     """Largest divergence of a token, nats; beyond it the token's gradient is 0. 0 switches the cap off."""
     top_k: int = Field(0, ge=0)
@@ -88,6 +122,9 @@ class SDPOConfig(Section):
     """Whose k likeliest tokens: the student's (SDPO) or the teacher's (OPSD)."""
     top_k_tail: bool = True
     """Keep the rest of the probability as one more outcome (SDPO); off renormalises over the k (OPSD)."""
+    measure_after_every: int = Field(0, ge=0)
+    """Measure the divergence of the distilled tokens again after every so many optimizer steps (the metrics
+    `sdpo/jsd_after` and `sdpo/jsd_change`): one more forward pass of both sides. 0: never."""
 
 
 class ReplayDPOConfig(Section):

@@ -4,7 +4,7 @@ The policy reads the context of a turn with a hint in it and is the teacher; wit
 student. Over the tokens of the targeted turns, as the student sampled them,
 
     loss = sum_n w_n JSD_beta(p_T,n || p_S,n) / distilled tokens
-    w_n  = min(pi(y_n) / pi_generator(y_n), is_clip)
+    w_n  = min(pi(y_n) / pi_generator(y_n), is_clip) x exp(-teacher_entropy_coef H_T,n)
 
 (SDPO, arXiv 2601.20802; OPSD, arXiv 2601.18734; the divergence is `forge_composer.kernels.generalized_jsd`).
 The weight is detached, the teacher gets no gradient, and the divisor counts the distilled tokens of the
@@ -65,8 +65,10 @@ def sdpo_token_weights(
     config: SDPOConfig,
     divisor: float,
     extra_weight_N: Tensor | None = None,
+    teacher_entropy_N: Tensor | None = None,
 ) -> Tensor:
-    """Detached weight of each token: 0 outside the mask, else min(ratio, is_clip) x extra / divisor.
+    """Detached weight of each token: 0 outside the mask, else
+    min(ratio, is_clip) x extra x exp(-teacher_entropy_coef H_T) / divisor.
 
     Args:
         student_logprobs_N: log-probability of the sampled token under the student.
@@ -75,6 +77,10 @@ def sdpo_token_weights(
         config: the options.
         divisor: distilled tokens of the global batch; 0 counts as 1.
         extra_weight_N: weight of each token's target; None is 1.
+        teacher_entropy_N: entropy of the teacher, nats.
+
+    Raises:
+        ValueError: `teacher_entropy_coef` is set and the entropies are missing.
     """
     weight_N = torch.ones_like(student_logprobs_N)
     if config.is_clip > 0:
@@ -82,6 +88,10 @@ def sdpo_token_weights(
         weight_N = log_ratio_N.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp().clamp(max=config.is_clip)
     if extra_weight_N is not None:
         weight_N = weight_N * extra_weight_N
+    if config.teacher_entropy_coef > 0:
+        if teacher_entropy_N is None:
+            raise ValueError("teacher_entropy_coef needs the teacher's entropies")
+        weight_N = weight_N * torch.exp(-config.teacher_entropy_coef * teacher_entropy_N.detach())
     return torch.where(mask_N, weight_N / (divisor or 1.0), 0.0)
 
 

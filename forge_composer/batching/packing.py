@@ -75,6 +75,8 @@ class GlobalBatch:
     """Samples longer than a row, left out."""
     teacher: TeacherBatch
     """Targeted turns and their teacher's contexts."""
+    sdpo_scale: float = 1.0
+    """What a guard leaves of the SDPO channel's weight."""
 
     @property
     def num_microbatches(self) -> int:
@@ -170,6 +172,7 @@ def pack_samples(
     rows_per_microbatch: int,
     version: int,
     num_rollouts: int | None = None,
+    sdpo_scale: float = 1.0,
 ) -> GlobalBatch:
     """Pack samples into rows of `seq_len` and deal the rows to micro-batches and data-parallel ranks.
 
@@ -185,6 +188,7 @@ def pack_samples(
         version: policy version that is to be trained.
         num_rollouts: the divisor of the loss in rollouts; None counts those with a trained token in the
             batch, that is after every mask.
+        sdpo_scale: see `GlobalBatch`.
     """
     trainable = [sample for sample in samples if any(sample.action_mask[1:]) or sample.targets]
     kept = [sample for sample in trainable if len(sample) <= seq_len]
@@ -210,6 +214,7 @@ def pack_samples(
         num_samples=len(kept),
         dropped_samples=len(trainable) - len(kept),
         teacher=TeacherBatch.empty(shape[:2], seq_len=seq_len, rows_per_forward=rows_per_microbatch),
+        sdpo_scale=sdpo_scale,
     )
     for number, row in enumerate(rows):
         # Neighbours have similar lengths: dealt out across ranks first, each micro-batch is even.

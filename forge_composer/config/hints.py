@@ -70,6 +70,32 @@ class JudgeConfig(Section):
         return url
 
 
+class GuardConfig(Section):
+    """What a run that distils must not do. Limits are relative to the mean of the run's first window."""
+
+    action: Literal["off", "lower", "stop"] = "lower"
+    """`lower`: multiply alpha by `factor` and warn. `stop`: end the run with the reason. `off`: do
+    nothing."""
+    window: PositiveInt = 8
+    """Steps that are averaged; the first so many are the measure for the others."""
+    max_jsd_growth: PositiveFloat = 3.0
+    """Largest divergence of teacher and student."""
+    min_entropy: float = Field(0.1, ge=0)
+    """Smallest entropy of the policy."""
+    max_entropy: PositiveFloat = 3.0
+    """Largest entropy of the policy."""
+    min_length: float = Field(0.25, ge=0)
+    """Smallest mean number of sampled tokens a rollout."""
+    max_length: PositiveFloat = 2.5
+    """Largest mean number of sampled tokens a rollout."""
+    max_reward_drop: PositiveFloat = 0.15
+    """Largest fall of the mean held-out reward below the best evaluation of the run; absolute."""
+    factor: float = Field(0.5, ge=0, lt=1)
+    """What `lower` multiplies alpha by, each time."""
+    floor: float = Field(0.1, ge=0, lt=1)
+    """Below this share of alpha the channel is switched off."""
+
+
 class HintsConfig(Section):
     """Targets and hints of the SDPO channel; in effect when `loss.sdpo.weight` is above 0."""
 
@@ -80,6 +106,9 @@ class HintsConfig(Section):
     position: HintPosition = "user"
     """Where the hint stands, just before the targeted turn: a `user` or `system` message of its own, or at
     the end of the last `observation`."""
+    scope: Literal["turn", "rollout"] = "turn"
+    """What is distilled. `turn`: the turn that went wrong, with the hint just before it (Composer 2.5).
+    `rollout`: all turns, with the first target's hint before the first one (SDPO, arXiv 2601.20802)."""
     max_targets_per_rollout: PositiveInt = 2
     """Most turns of one rollout that are targeted; the earliest faults come first."""
     max_hint_chars: PositiveInt = 600
@@ -98,6 +127,8 @@ class HintsConfig(Section):
     style_rules: tuple[StyleRule, ...] = ()
     """Rules of style (array of tables); a turn that breaks one is targeted if nothing else is wrong with
     it."""
+    guard: GuardConfig = Field(default_factory=GuardConfig)
+    """The guard against collapse."""
     judge: JudgeConfig = Field(default_factory=JudgeConfig)
     """The judge, if it is among the `sources`."""
 

@@ -8,7 +8,9 @@ sampled.
 Everything up to the turn before keeps its ids; only what follows that turn's end is rendered anew, once with
 the hint and once without. The rendering without it must give the student's own prompt, id by id: this is what
 proves that the two sides differ in the hint and in nothing else. No sampled token is ever tokenised again.
-"""
+
+The other scope, all turns of a rollout behind one hint before the first (`TeacherContexts.whole`), is what
+SDPO does to a whole response; it is there to compare with. """
 
 from __future__ import annotations
 
@@ -43,8 +45,8 @@ class TeacherContexts:
         self.renderer, self.position, self.max_tokens = renderer, position, max_tokens
 
     def build(self, rollout: Rollout, target: Target) -> DistillTarget | Misaligned:
-        """The aligned target, or why there is none (`no hint`, `template`, `context`, `too long`, `no
-        token`)."""
+        """The aligned target, or why there is none (`no hint`, `template`, `context`, `hidden`, `rewritten`,
+        `too long`, `no token`)."""
 
         def misaligned(reason: str) -> Misaligned:
             return Misaligned(target.rollout_id, target.turn, reason)
@@ -59,12 +61,8 @@ class TeacherContexts:
         prompt_ids = self._prompt(rollout, target.turn, target.hint)
         if plain_ids is None or prompt_ids is None:
             return misaligned("template")
-        if plain_ids != turn.prompt_ids:
-            return misaligned("context")
-        if prompt_ids == plain_ids:
-            return misaligned("hidden")
-        if not _is_insertion(plain_ids, prompt_ids, slack=_MERGED if self.position == "observation" else 0):
-            return misaligned("rewritten")
+        if fault := self._fault(plain_ids, prompt_ids, turn):
+            return misaligned(fault)
         if len(prompt_ids) + len(turn.completion_ids) > self.max_tokens:
             shorter = self._shortened(rollout, target, self.max_tokens - len(turn.completion_ids))
             if shorter is None:
@@ -81,6 +79,61 @@ class TeacherContexts:
             teacher_positions=[len(prompt_ids) + index for index in kept],
             weight=target.weight,
         )
+
+    def whole(self, rollout: Rollout, target: Target) -> list[DistillTarget | Misaligned]:
+        """All turns of the rollout with the hint before the first: one target a training sample."""
+        if not target.hint.strip():
+            return [Misaligned(target.rollout_id, target.turn, "no hint")]
+        firsts = [n for n, turn in enumerate(rollout.turns) if n == 0 or turn.opens_sample]
+        return [
+            self._whole_sample(rollout, target, index, range(first, last))
+            for index, (first, last) in enumerate(zip(firsts, [*firsts[1:], len(rollout.turns)], strict=True))
+        ]
+
+    def _whole_sample(
+        self, rollout: Rollout, target: Target, index: int, turns: range
+    ) -> DistillTarget | Misaligned:
+        """The turns of one training sample, which all extend the first one's prompt."""
+        first, last = rollout.turns[turns[0]], rollout.turns[turns[-1]]
+        history = _history(rollout, turns[0])[len(rollout.messages) :]
+        hinted = self._with_hint(rollout.messages, target.hint)
+        plain_ids = self.renderer.initial_ids([*rollout.messages, *history], rollout.tools)
+        prompt_ids = self.renderer.initial_ids([*hinted, *history], rollout.tools)
+        fault = self._fault(plain_ids, prompt_ids, first)
+        shift = len(prompt_ids) - len(plain_ids)
+        positions = [
+            len(turn.prompt_ids) + offset
+            for turn in rollout.turns[turns.start : turns.stop]
+            for offset, logprob in enumerate(turn.logprobs)
+            if math.isfinite(logprob)
+        ]
+        student_ids = [*last.prompt_ids, *last.completion_ids]
+        if fault is None and not positions:
+            fault = "no token"
+        if fault is None and len(student_ids) + shift > self.max_tokens:
+            fault = "too long"
+        if fault is not None:
+            return Misaligned(target.rollout_id, target.turn, fault)
+        return DistillTarget(
+            rollout_id=target.rollout_id,
+            turn=target.turn,
+            kind=target.kind,
+            source=target.source,
+            sample_index=index,
+            positions=positions,
+            teacher_ids=[*prompt_ids, *student_ids[len(plain_ids) :]],
+            teacher_positions=[position + shift for position in positions],
+            weight=target.weight,
+        )
+
+    def _fault(self, plain_ids: list[int], prompt_ids: list[int], turn: Turn) -> str | None:
+        """What keeps a hinted prompt from standing for the turn's own; None if nothing does."""
+        if plain_ids != turn.prompt_ids:
+            return "context"
+        if prompt_ids == plain_ids:
+            return "hidden"
+        slack = _MERGED if self.position == "observation" else 0
+        return None if _is_insertion(plain_ids, prompt_ids, slack=slack) else "rewritten"
 
     def supported(self, messages: Sequence[Message], tools: Sequence[dict[str, object]]) -> str | None:
         """None if the template can show a hint where it is configured to stand, else what is in the way."""

@@ -90,9 +90,10 @@ class HintPipeline:
     async def _of_rollout(self, job: _Job) -> HintResult:
         """The targets of one rollout."""
         result = HintResult()
+        most = 1 if self.config.scope == "rollout" else self.config.max_targets_per_rollout
         said: set[tuple[str, str]] = set()
         for number, found in self._faulty_turns(job):
-            if len(result.targets) == self.config.max_targets_per_rollout:
+            if len(result.targets) == most:
                 result.counts["over_limit"] += 1
                 continue
             target = await self._target(job, number, found, result.counts)

@@ -17,9 +17,9 @@ from forge_composer.batching.samples import samples_from_rollout
 from forge_composer.config.hints import HintsConfig
 from forge_composer.hints.context import TeacherContexts
 from forge_composer.hints.pipeline import HintPipeline
-from forge_composer.hints.records import Misaligned, Target
+from forge_composer.hints.records import DistillTarget, Misaligned, Target
 from forge_composer.hints.sources import make_sources
-from forge_composer.types import RolloutGroup, TrainingSample
+from forge_composer.types import Rollout, RolloutGroup, TrainingSample
 
 
 @dataclass(slots=True)
@@ -60,18 +60,41 @@ class TargetedSampleBuilder:
             result.counts += found.counts
             for target in found.targets:
                 rollout = rollouts[target.rollout_id]
-                aligned = self.contexts.build(rollout, target)
-                if isinstance(aligned, Misaligned):
-                    result.counts[f"misaligned/{aligned.reason}"] += 1
+                aligned = self._align(rollout, target)
+                result.counts += aligned.counts
+                if not aligned.targets:
                     continue
                 if rollout.rollout_id not in of_rollout:
                     of_rollout[rollout.rollout_id] = samples_from_rollout(rollout, 0.0)
                     for sample in of_rollout[rollout.rollout_id]:
                         sample.policy_gradient = False
                     result.samples += of_rollout[rollout.rollout_id]
-                of_rollout[rollout.rollout_id][aligned.sample_index].targets.append(aligned)
+                for part in aligned.targets:
+                    of_rollout[rollout.rollout_id][part.sample_index].targets.append(part)
                 result.targets.append(target)
         return result
+
+    def _align(self, rollout: Rollout, target: Target) -> _Aligned:
+        built: Sequence[DistillTarget | Misaligned]
+        if self.pipeline.config.scope == "rollout":
+            built = self.contexts.whole(rollout, target)
+        else:
+            built = [self.contexts.build(rollout, target)]
+        aligned = _Aligned()
+        for part in built:
+            if isinstance(part, Misaligned):
+                aligned.counts[f"misaligned/{part.reason}"] += 1
+            else:
+                aligned.targets.append(part)
+        return aligned
+
+
+@dataclass(slots=True)
+class _Aligned:
+    """A target in token ids, one part a training sample, and what could not be aligned."""
+
+    targets: list[DistillTarget] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
 
 
 def write_targets(path: Path, step: int, targets: Sequence[Target]) -> None:

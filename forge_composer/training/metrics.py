@@ -21,7 +21,13 @@ _MEANS = (
 _SUMS = ("train/loss", "train/tokens_on_policy", "train/logprob_diff_mean")
 _MAXIMA = ("train/ratio_max", "train/tis_max", "train/behaviour_diff_max", "train/logprob_diff_max")
 
-_DISTILLED = ("sdpo/jsd", "sdpo/weight_mean", "sdpo/capped_frac", "sdpo/teacher_advantage")
+_DISTILLED = (
+    "sdpo/jsd",
+    "sdpo/weight_mean",
+    "sdpo/capped_frac",
+    "sdpo/teacher_advantage",
+    "sdpo/teacher_entropy",
+)
 """Means over distilled tokens."""
 
 
@@ -35,8 +41,8 @@ class StepMetrics:
     there only with a reference. Everything is 0 where there is no token.
     """
 
-    def __init__(self, device: torch.device, *, with_kl: bool, with_sdpo: bool) -> None:
-        self.with_kl, self.with_sdpo = with_kl, with_sdpo
+    def __init__(self, device: torch.device, *, with_kl: bool) -> None:
+        self.with_kl = with_kl
         self.distilled = torch.zeros(len(_DISTILLED) + 1, dtype=torch.float64, device=device)
         self.sums = torch.zeros(len(_MEANS) + len(_SUMS), dtype=torch.float64, device=device)
         self.maxima = torch.zeros(len(_MAXIMA), dtype=torch.float64, device=device)
@@ -79,20 +85,27 @@ class StepMetrics:
         self.maxima = torch.maximum(self.maxima, torch.stack(maxima))
 
     @torch.no_grad()
-    def add_distilled(
-        self, loss: Tensor, per_token_N: Tensor, weight_N: Tensor, capped_N: Tensor, advantage_N: Tensor
-    ) -> None:
+    def add_distilled(self, loss: Tensor, *values: Tensor) -> None:
         """Take in the distilled tokens of one micro-batch.
 
-        `advantage_N` is log pi_T - log pi_S of the sampled token: below 0 the teacher finds it less likely.
+        Args:
+            loss: the channel's, without its weight.
+            values: [N] each: divergence, weight, capped, the teacher's advantage (log pi_T - log pi_S of the
+                sampled token: below 0 the teacher finds it less likely), the teacher's entropy.
         """
-        totals = (values_N.double().sum() for values_N in (per_token_N, weight_N, capped_N, advantage_N))
+        totals = (values_N.double().sum() for values_N in values)
         self.distilled += torch.stack([loss.detach().double(), *totals])
 
     def reduce(
         self, group: dist.ProcessGroup | None, trained_tokens: int, distilled_tokens: int
     ) -> dict[str, float]:
-        """Metrics over all data-parallel ranks, the same on each. A collective over `group`."""
+        """Metrics over all data-parallel ranks, the same on each. A collective over `group`.
+
+        Args:
+            group: the data-parallel ranks.
+            trained_tokens: of the global batch.
+            distilled_tokens: of the global batch; 0 leaves out the metrics of the SDPO channel.
+        """
         if group is not None:
             dist.all_reduce(self.sums, op=dist.ReduceOp.SUM, group=group)
             dist.all_reduce(self.maxima, op=dist.ReduceOp.MAX, group=group)
@@ -101,13 +114,13 @@ class StepMetrics:
         metrics = {name: total / count for name, total in zip(_MEANS, sums, strict=False)}
         metrics |= zip(_SUMS, sums[len(_MEANS) :], strict=True)
         metrics |= zip(_MAXIMA, self.maxima.tolist(), strict=True)
-        if self.with_sdpo:
+        if distilled_tokens:
             if group is not None:
                 dist.all_reduce(self.distilled, op=dist.ReduceOp.SUM, group=group)
             loss, *totals = self.distilled.tolist()
             metrics["sdpo/loss"] = loss
             metrics |= {
-                name: total / max(1, distilled_tokens) for name, total in zip(_DISTILLED, totals, strict=True)
+                name: total / distilled_tokens for name, total in zip(_DISTILLED, totals, strict=True)
             }
         if not self.with_kl:
             del metrics["train/kl_mean"]

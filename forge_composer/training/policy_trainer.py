@@ -8,6 +8,7 @@ Shape suffixes: R = rows, L = positions, N = selected tokens, V = vocabulary.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from forge_composer.batching.packing import GlobalBatch
+from forge_composer.batching.packing import GlobalBatch, Microbatch
 from forge_composer.config.schema import LossConfig, ModelConfig, TrainerConfig
 from forge_composer.training import titan
+from forge_composer.training.balance import ChannelWeight, GradientGauge
 from forge_composer.training.frozen import FrozenPolicy
 from forge_composer.training.hf_folder import folder_dtype, write_hf_folder
 from forge_composer.training.lm_head import HeadReader, token_logprobs_reader
@@ -64,7 +66,7 @@ class PolicyTrainer:
         Raises:
             ValueError: the model folder or the layout is not supported; the message names field and remedy.
         """
-        self.config, self.model_path = config, model.path
+        self.config, self.model_path, self.loss = config, model.path, loss
         self.steps_taken = 0
         self.attention = resolve_attention(model.attention, device)
         self.device = titan.select_device(device)
@@ -97,6 +99,7 @@ class PolicyTrainer:
             logits_memory=config.logits_memory_mib * 2**20,
             device=self.device,
         )
+        self.channel_weight = ChannelWeight(loss.sdpo, total_steps)
         self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.optimizers = build_optimizer(config.optimizer, self.model, device)
         self.schedulers = build_scheduler(config.scheduler, self.optimizers, total_steps)
@@ -142,6 +145,9 @@ class PolicyTrainer:
         if self.teacher is not None:
             self.teacher.follow()
         self.steps_taken += 1
+        every = self.loss.sdpo.measure_after_every
+        if every and self.steps_taken % every == 0 and "sdpo/jsd" in metrics:
+            metrics |= self._divergence_after(batch, metrics["sdpo/jsd"])
         return metrics | {
             "train/grad_norm": grad_norm,
             "train/lr": learning_rate,
@@ -157,15 +163,53 @@ class PolicyTrainer:
                 f"{self.dp_degree} (dp_replicate x dp_shard)"
             )
         self.model.train()
-        metrics = StepMetrics(
-            self.device, with_kl=self.reference is not None, with_sdpo=self.teacher is not None
-        )
+        metrics = StepMetrics(self.device, with_kl=self.reference is not None)
+        alpha = 0.0 if self.teacher is None else self.channel_weight.at(self.version, batch.sdpo_scale)
+        gauge = None
+        if alpha > 0 and self.channel_weight.measures:
+            gauge = GradientGauge(self.model.config.dim, self.device)
+        for part in self._parts(batch):
+            self.step.run(part, batch, version=self.version, alpha=alpha, metrics=metrics, gauge=gauge)
+        distilled = batch.teacher.num_tokens if alpha > 0 else 0
+        result = metrics.reduce(self.dp_group, batch.trained_tokens, distilled)
+        if self.teacher is not None:
+            result["sdpo/alpha"] = alpha
+        if gauge is not None:
+            result |= self._balance(gauge, alpha)
+        return result
+
+    def _parts(self, batch: GlobalBatch) -> Iterator[Microbatch]:
+        """This rank's micro-batches."""
+        trim, multiple = self.attention == "dense", self._length_multiple
         for index in range(batch.num_microbatches):
-            part = batch.microbatch(
-                index, self.dp_rank, trim=self.attention == "dense", multiple=self._length_multiple
-            )
-            self.step.run(part, batch, self.version, metrics)
-        return metrics.reduce(self.dp_group, batch.trained_tokens, batch.teacher.num_tokens)
+            yield batch.microbatch(index, self.dp_rank, trim=trim, multiple=multiple)
+
+    def _balance(self, gauge: GradientGauge, alpha: float) -> dict[str, float]:
+        """Let the channels' gradient norms set the next steps' alpha."""
+        grpo, sdpo = gauge.norms(self.dp_group, alpha)
+        self.channel_weight.observe(grpo, sdpo)
+        metrics = {"sdpo/grad_norm": sdpo, "sdpo/grad_norm_grpo": grpo}
+        if self.channel_weight.ratio is not None:
+            metrics["sdpo/grad_ratio"] = self.channel_weight.ratio
+        return metrics
+
+    def _divergence_after(self, batch: GlobalBatch, before: float) -> dict[str, float]:
+        """The divergence of the distilled tokens under the weights after the step. A collective."""
+        self.model.eval()
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for part in self._parts(batch):
+            total += self.step.divergence(part)
+        self._reshard()
+        if self.dp_group is not None:
+            dist.all_reduce(total, group=self.dp_group)
+        after = total.item() / max(1, batch.teacher.num_tokens)
+        return {"sdpo/jsd_after": after, "sdpo/jsd_change": after - before}
+
+    def _reshard(self) -> None:
+        """A forward pass without a backward leaves FSDP's root gathered; the next update would not reach
+        it."""
+        for module in titan.fsdp_modules(self.model):
+            module.reshard()
 
     def _clip_gradients(self) -> float:
         norm = titan.dist_utils.clip_grad_norm_(
@@ -225,9 +269,7 @@ class PolicyTrainer:
         scores = torch.zeros(plan.total, dtype=torch.float32, device=self.device)
         for part in plan.forwards(self.dp_rank):
             self._score_part(part, scores)
-        # A forward pass without a backward leaves FSDP's root gathered; the next update would not reach it.
-        for module in titan.fsdp_modules(self.model):
-            module.reshard()
+        self._reshard()
         if self.dp_group is not None:
             dist.all_reduce(scores, group=self.dp_group)
         return plan.split(scores.tolist())
@@ -277,11 +319,12 @@ class PolicyTrainer:
 
     def state_dict(self) -> dict[str, Any]:
         """What the checkpoint holds beside model, optimizer and scheduler."""
-        return {"version": self.steps_taken}
+        return {"version": self.steps_taken, "sdpo_grad_ratio": self.channel_weight.ratio or 0.0}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` gave."""
         self.steps_taken = int(state["version"])
+        self.channel_weight.ratio = float(state["sdpo_grad_ratio"]) or None
 
     def close(self) -> None:
         """Wait for a checkpoint that is being written, and leave the process group."""

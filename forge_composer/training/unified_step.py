@@ -33,6 +33,7 @@ from forge_composer.losses.composer import Channel, composer_loss
 from forge_composer.losses.config import LossConfig
 from forge_composer.losses.grpo import GRPOLoss, aggregation_weights, grpo_loss
 from forge_composer.losses.sdpo import SDPOLoss, sdpo_loss, sdpo_loss_from_hidden, sdpo_token_weights
+from forge_composer.training.balance import GradientGauge
 from forge_composer.training.frozen import FrozenPolicy
 from forge_composer.training.lm_head import HeadReader, HeadWeight, token_logprobs_reader
 from forge_composer.training.metrics import StepMetrics
@@ -84,23 +85,39 @@ class UnifiedStep:
         """An array on the policy's device."""
         return torch.from_numpy(array).to(self.device, non_blocking=True)
 
-    def run(self, part: Microbatch, batch: GlobalBatch, version: int, metrics: StepMetrics) -> None:
-        """Forward and backward of one micro-batch. A collective over all ranks."""
+    def run(
+        self,
+        part: Microbatch,
+        batch: GlobalBatch,
+        *,
+        version: int,
+        alpha: float,
+        metrics: StepMetrics,
+        gauge: GradientGauge | None = None,
+    ) -> None:
+        """Forward and backward of one micro-batch. A collective over all ranks.
+
+        Args:
+            part: this rank's micro-batch.
+            batch: which it belongs to.
+            version: policy version, from which tokens count as on-policy.
+            alpha: weight of the SDPO channel; at 0 it is not entered.
+            metrics: takes in what there is to tell.
+            gauge: measures the channels' gradients.
+        """
         here = _Batch(self.tensor(part.targets_N), self.tensor(part.mask_N), self.tensor(part.logprobs_N))
         reference_logprobs_N = self._reference_logprobs(part, here)
-        passes = part.teacher if self.teacher is not None else ()
-        if self.teacher is None or not passes:
-            logprobs_N, entropy_N = self._forward(part, self._logprobs_reader(here))
-            distilled: tuple[Tensor, ...] = ()
+        distilled: tuple[Tensor, ...] = ()
+        if self.teacher is None or alpha == 0.0 or not part.teacher:
+            logprobs_N, entropy_N = self._forward(part, self._logprobs_reader(here, gauge))
         else:
-            with self.teacher.states(passes, self.tensor) as states:
-                reader = self._distilling_reader(here, states, divisor=batch.teacher.num_tokens)
-                logprobs_N, entropy_N, *rest = self._forward(part, reader)
-                distilled = tuple(rest)
+            with self.teacher.states(part.teacher, self.tensor) as states:
+                reader = self._distilling_reader(here, states, batch.teacher.num_tokens, gauge)
+                logprobs_N, entropy_N, *distilled = self._forward(part, reader)  # type: ignore[assignment]
         terms = self._grpo(part, batch, here, logprobs_N, reference_logprobs_N)
         channels = [Channel("grpo", 1.0, lambda: terms.loss)]
         if distilled:
-            channels.append(Channel("sdpo", self.loss.sdpo.weight, lambda: distilled[0]))
+            channels.append(Channel("sdpo", alpha, lambda: distilled[0]))
             metrics.add_distilled(*distilled)
         composer_loss(channels).total.backward()
         metrics.add(
@@ -123,10 +140,13 @@ class UnifiedStep:
         )
         return result
 
-    def _logprobs_reader(self, here: _Batch) -> HeadReader:
-        return token_logprobs_reader(
+    def _logprobs_reader(self, here: _Batch, gauge: GradientGauge | None = None) -> HeadReader:
+        read = token_logprobs_reader(
             here.targets_N, temperature=self.temperature, memory_budget=self.logits_memory
         )
+        if gauge is None:
+            return read
+        return lambda hidden_ND, held: read(gauge.tap(hidden_ND, "grpo", held.group), held)
 
     def _reference_logprobs(self, part: Microbatch, here: _Batch) -> Tensor | None:
         if self.reference is None:
@@ -194,50 +214,76 @@ class UnifiedStep:
             group=held.group,
         )
 
-    def _distilling_reader(self, here: _Batch, states: TeacherStates | None, *, divisor: float) -> HeadReader:
+    def _distilling_reader(
+        self, here: _Batch, states: TeacherStates | None, divisor: float, gauge: GradientGauge | None
+    ) -> HeadReader:
         """Reads what GRPO needs, then the SDPO loss and, for the metrics, what it was made of."""
         assert states is not None
-        logprobs_of = self._logprobs_reader(here)
-        config = self.loss.sdpo
+        logprobs_of = self._logprobs_reader(here, gauge)
+        targets_T = here.targets_N[states.student_N]
 
         def reader(hidden_ND: Tensor, held: HeadWeight) -> tuple[Tensor, ...]:
             logprobs_N, entropy_N = logprobs_of(hidden_ND, held)
             student_logprobs_T = logprobs_N.detach()[states.student_N]
+            teacher_head = states.head(held.weight_VD)
+            teacher_logprobs_T, teacher_entropy_T = self._read_teacher(states, held, teacher_head, targets_T)
             weight_T = sdpo_token_weights(
                 student_logprobs_T,
                 here.generator_logprobs_N[states.student_N],
                 torch.ones_like(states.student_N, dtype=torch.bool),
-                config=config,
+                config=self.loss.sdpo,
                 divisor=divisor,
                 extra_weight_N=states.weights_N,
+                teacher_entropy_N=teacher_entropy_T,
             )
-            teacher_head = states.head(held.weight_VD)
-            result = self._sdpo(
-                hidden_ND.index_select(0, states.student_N), held, states, teacher_head, weight_T
-            )
-            with torch.no_grad():
-                teacher_logprobs_T, _ = linear_token_logprobs(
-                    states.hidden_ND,
-                    teacher_head,
-                    here.targets_N[states.student_N],
-                    temperature=self.temperature,
-                    memory_budget=self.logits_memory or _DEFAULT_LOGITS_MEMORY,
-                    group=held.group,
-                    vocab_start=held.vocab_start,
-                )
-            advantage_T = teacher_logprobs_T - student_logprobs_T
-            weight_T = weight_T * divisor
+            student_TD = hidden_ND.index_select(0, states.student_N)
+            if gauge is not None:
+                student_TD = gauge.tap(student_TD, "sdpo", held.group)
+            result = self._sdpo(student_TD, held, states, teacher_head, weight_T)
             return (
                 logprobs_N,
                 entropy_N,
                 result.loss,
                 result.per_token_N,
-                weight_T,
+                weight_T * divisor,
                 result.capped_N,
-                advantage_T,
+                teacher_logprobs_T - student_logprobs_T,
+                teacher_entropy_T,
             )
 
         return reader
+
+    @torch.no_grad()
+    def _read_teacher(
+        self, states: TeacherStates, held: HeadWeight, teacher_head: Tensor, targets_T: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The teacher's log-probabilities of the sampled tokens, and its entropies."""
+        return linear_token_logprobs(
+            states.hidden_ND,
+            teacher_head,
+            targets_T,
+            temperature=self.temperature,
+            memory_budget=self.logits_memory or _DEFAULT_LOGITS_MEMORY,
+            group=held.group,
+            vocab_start=held.vocab_start,
+        )
+
+    @torch.no_grad()
+    def divergence(self, part: Microbatch) -> Tensor:
+        """Sum of the distilled tokens' divergence under the weights as they are, float64. A collective."""
+        if self.teacher is None or not part.teacher:
+            return torch.zeros((), dtype=torch.float64, device=self.device)
+        with self.teacher.states(part.teacher, self.tensor) as states:
+            assert states is not None
+
+            def reader(hidden_ND: Tensor, held: HeadWeight) -> tuple[Tensor, ...]:
+                student_TD = hidden_ND.index_select(0, states.student_N)
+                ones_T = torch.ones_like(states.weights_N)
+                teacher_head = states.head(held.weight_VD)
+                return (self._sdpo(student_TD, held, states, teacher_head, ones_T).per_token_N,)
+
+            (per_token_T,) = self._forward(part, reader)
+        return per_token_T.double().sum()
 
 
 _DEFAULT_LOGITS_MEMORY = 256 * 2**20

@@ -184,6 +184,53 @@ def test_no_silent_misalignment(template: str) -> None:
     assert verified >= 40
 
 
+@pytest.mark.parametrize("template", list(TEMPLATES))
+def test_whole_rollout(template: str) -> None:
+    """All sampled tokens of every sample, in order; the student's ids with one insertion before the first
+    turn."""
+    renderer = make_renderer(TEMPLATES[template])
+    draw = random.Random(f"whole/{template}")
+    verified = samples_seen = 0
+    for number in range(60):
+        script = [draw.choice(TEXTS) for _ in range(draw.randrange(1, 5))]
+        rollout = make_rollout(number, renderer=renderer, script=script)
+        position, hint = draw.choice(POSITIONS), draw.choice(HINTS)
+        contexts = TeacherContexts(renderer, position, max_tokens=10_000)
+        target = Target(rollout.rollout_id, draw.randrange(len(script)), "low_reward", hint, "sibling")
+        samples = samples_from_rollout(rollout, 1.0)
+        found = contexts.whole(rollout, target)
+        assert len(found) == len(samples)
+        for index, (part, sample) in enumerate(zip(found, samples, strict=True)):
+            if isinstance(part, Misaligned):
+                assert part.reason in {"hidden", "rewritten", "context"}
+                continue
+            verified += 1
+            samples_seen += index > 0
+            assert part.sample_index == index
+            assert part.positions == [t for t, on in enumerate(sample.action_mask) if on]
+            shift = part.teacher_positions[0] - part.positions[0]
+            assert shift > 0
+            assert [t - shift for t in part.teacher_positions] == part.positions
+            first = part.positions[0]
+            assert part.teacher_ids[first + shift :] == sample.token_ids[first:]
+            words = [word for word in hint.split() if word.isalnum()]
+            text = renderer.tokenizer.decode(part.teacher_ids[: first + shift], skip_special_tokens=False)
+            assert all(word in text for word in words)
+    assert verified >= 30
+    assert samples_seen > 0 or template != "STRIPS_ALL_EARLIER"
+
+
+def test_whole_rollout_that_does_not_fit() -> None:
+    rollout = make_rollout(script=[CALL, CALL], renderer=(renderer := make_renderer()))
+    target = Target(rollout.rollout_id, 1, "low_reward", "Hint: add", "sibling")
+    (whole,) = TeacherContexts(renderer, "user", max_tokens=10_000).whole(rollout, target)
+    assert isinstance(whole, DistillTarget)
+    short = TeacherContexts(renderer, "user", max_tokens=len(whole.teacher_ids) - 1)
+    assert short.whole(rollout, target) == [Misaligned(rollout.rollout_id, 1, "too long")]
+    empty = Target(rollout.rollout_id, 1, "low_reward", " ", "sibling")
+    assert short.whole(rollout, empty) == [Misaligned(rollout.rollout_id, 1, "no hint")]
+
+
 def test_whether_a_template_can_show_a_hint() -> None:
     """One that shows it, and one that leaves a second system message out."""
     rollout = make_rollout()

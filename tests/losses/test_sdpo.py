@@ -57,6 +57,17 @@ def test_weights_by_hand() -> None:
     assert off.tolist() == [1.0, 1.0, 1.0, 0.0]
 
 
+def test_what_the_teacher_is_not_sure_of_counts_less() -> None:
+    """exp(-2 H) at H = 0, log 2 and 1 nat."""
+    arguments = (torch.zeros(3), torch.zeros(3), torch.ones(3, dtype=torch.bool))
+    config = SDPOConfig(teacher_entropy_coef=2.0)
+    entropies = torch.tensor([0.0, math.log(2.0), 1.0])
+    weights = sdpo_token_weights(*arguments, config=config, divisor=1.0, teacher_entropy_N=entropies)
+    assert weights.tolist() == pytest.approx([1.0, 0.25, math.exp(-2.0)])
+    with pytest.raises(ValueError, match="entropies"):
+        sdpo_token_weights(*arguments, config=config, divisor=1.0)
+
+
 def test_weights_carry_no_gradient() -> None:
     student = torch.zeros(2, requires_grad=True)
     weights = sdpo_token_weights(

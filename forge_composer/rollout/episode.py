@@ -12,7 +12,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from forge_composer.config.schema import RolloutConfig
 from forge_composer.rendering.renderer import ChatRenderer
@@ -50,8 +52,26 @@ class TokenLimits:
     max_model_len: int
 
 
+@dataclass(slots=True)
+class EpisodeState:
+    """Where an episode stands before a turn."""
+
+    number: int
+    """The turn's."""
+    history: list[Message]
+    """All messages before it."""
+    prompt: list[int]
+    """Its prompt ids."""
+    opens_sample: bool
+    """Whether the prompt does not extend the turn before (`Turn.opens_sample`)."""
+
+
 class EpisodeRunner:
-    """Runs episodes; stateless between them, so one instance serves all rollout tasks."""
+    """Runs episodes; stateless between them, so one instance serves all rollout tasks.
+
+    `run` plays a whole episode. What it consists of is public for those who enter an episode elsewhere
+    (`rollout/fork.py`).
+    """
 
     def __init__(
         self, renderer: ChatRenderer, environments: Environments, rollout: RolloutConfig, limits: TokenLimits
@@ -75,12 +95,17 @@ class EpisodeRunner:
             messages=[],
             tools=[],
             split=spec.split,
-            started_at=time.time(),
             info={"temperature": spec.temperature, "task_index": spec.task_index},
         )
+        await self.play(rollout, self._from_start(rollout, spec, sampler))
+        return rollout
+
+    async def play(self, rollout: Rollout, episode: Coroutine[Any, Any, None]) -> None:
+        """Await the episode that fills `rollout`, under the deadline; note how it failed, end its session."""
+        rollout.started_at = time.time()
         try:
             async with asyncio.timeout(self.config.timeout_s):
-                await self._play(rollout, spec, sampler)
+                await episode
         except TimeoutError:
             self._void(
                 rollout, f"the rollout took longer than rollout.timeout_s = {self.config.timeout_s:g} s"
@@ -90,7 +115,6 @@ class EpisodeRunner:
         finally:
             rollout.ended_at = time.time()
             await self._end(rollout)
-        return rollout
 
     @staticmethod
     def _void(rollout: Rollout, reason: str) -> None:
@@ -102,7 +126,7 @@ class EpisodeRunner:
         except Exception as error:  # the session pool replaces a session that does not close
             rollout.info["end_error"] = f"{type(error).__name__}: {error}"
 
-    async def _play(self, rollout: Rollout, spec: EpisodeSpec, sampler: Sampler) -> None:
+    async def _from_start(self, rollout: Rollout, spec: EpisodeSpec, sampler: Sampler) -> None:
         start = await self.environments.start(
             spec.rollout_id, index=spec.task_index, split=spec.split, seed=spec.seed
         )
@@ -114,58 +138,60 @@ class EpisodeRunner:
                 f"the task's prompt has {len(prompt)} tokens, more than "
                 f"rollout.max_prompt_tokens = {self.limits.max_prompt_tokens}"
             )
-        history = list(start.messages)
-        opens_sample = True
-        for number in range(self.config.max_turns):
-            room = self._room(rollout, prompt)
+        state = EpisodeState(0, list(start.messages), prompt, opens_sample=True)
+        await self.go_on(rollout, state, spec, sampler)
+
+    async def go_on(self, rollout: Rollout, state: EpisodeState, spec: EpisodeSpec, sampler: Sampler) -> None:
+        """Sample turns and carry them out, from `state` to the end of the episode."""
+        while state.number < self.config.max_turns:
+            room = self.room(rollout, state.prompt)
             if room <= 0:
                 await self._grade_unfinished(rollout)
                 return
-            turn = await self._sample(rollout, spec, sampler, prompt, number, room, opens_sample)
-            last = number + 1 == self.config.max_turns or turn.finish_reason != "stop"
-            done = await self._step(rollout, turn, finish=last)
-            if done or last:
-                rollout.status = self._status(turn, done_by_policy=done and not last)
+            turn = await self.sample(state, spec, sampler, room)
+            if await self.carry_out(rollout, state, turn):
                 return
-            prompt, opens_sample = self._next_prompt(history, turn, rollout.tools)
 
-    def _room(self, rollout: Rollout, prompt: list[int]) -> int:
+    def room(self, rollout: Rollout, prompt: Sequence[int]) -> int:
         """Tokens that the next turn may have."""
         budget = self.limits.max_completion_tokens - rollout.completion_tokens
         return min(self.limits.max_turn_tokens, budget, self.limits.max_model_len - len(prompt))
 
-    async def _sample(
-        self,
-        rollout: Rollout,
-        spec: EpisodeSpec,
-        sampler: Sampler,
-        prompt: list[int],
-        number: int,
-        room: int,
-        opens_sample: bool,
-    ) -> Turn:
+    async def sample(self, state: EpisodeState, spec: EpisodeSpec, sampler: Sampler, room: int) -> Turn:
+        """Sample the turn at `state`, at most `room` tokens; its seed is derived from the episode's."""
         request = SamplingRequest(
-            request_id=f"{spec.rollout_id}/{number:02d}",
-            prompt_ids=tuple(prompt),
+            request_id=f"{spec.rollout_id}/{state.number:02d}",
+            prompt_ids=tuple(state.prompt),
             max_new_tokens=room,
-            seed=derived_seed(spec.seed, number),
+            seed=derived_seed(spec.seed, state.number),
             temperature=spec.temperature,
             stop_token_ids=self.renderer.turn_end_ids,
         )
         began = time.perf_counter()
         completion = await sampler.generate(request)
-        turn = Turn(
-            prompt_ids=prompt,
+        text = self.renderer.decode(completion.token_ids)
+        return Turn(
+            prompt_ids=state.prompt,
             completion_ids=completion.token_ids,
             logprobs=completion.logprobs,
             versions=completion.versions,
             finish_reason=completion.finish_reason,
-            action=parse_action(self.renderer.decode(completion.token_ids), id_prefix=f"call_{number}"),
+            action=parse_action(text, id_prefix=f"call_{state.number}"),
             generate_s=time.perf_counter() - began,
-            opens_sample=opens_sample,
+            opens_sample=state.opens_sample,
         )
+
+    async def carry_out(self, rollout: Rollout, state: EpisodeState, turn: Turn) -> bool:
+        """Append a turn and carry it out. True if the episode is over; else `state` is that of the next
+        turn."""
         rollout.turns.append(turn)
-        return turn
+        last = state.number + 1 == self.config.max_turns or turn.finish_reason != "stop"
+        done = await self._step(rollout, turn, finish=last)
+        if done or last:
+            rollout.status = self._status(turn, done_by_policy=done and not last)
+            return True
+        self._advance(state, turn, rollout.tools)
+        return False
 
     async def _step(self, rollout: Rollout, turn: Turn, *, finish: bool) -> bool:
         """Carry out the turn; returns whether the episode is over."""
@@ -196,17 +222,19 @@ class EpisodeRunner:
         submitted = any(call.name == "submit" for call in turn.action.tool_calls)
         return RolloutStatus.COMPLETED if done_by_policy or submitted else RolloutStatus.TRUNCATED_TURNS
 
-    def _next_prompt(
-        self, history: list[Message], turn: Turn, tools: list[dict[str, object]]
-    ) -> tuple[list[int], bool]:
-        """The next turn's prompt ids, and whether they open a new training sample. Extends `history`."""
-        history.append(to_message(turn.action))
+    def _advance(self, state: EpisodeState, turn: Turn, tools: list[dict[str, object]]) -> None:
+        """Move on to the turn after `turn`. Its prompt extends the state's, whatever prompt `turn` itself
+        was sampled from."""
+        state.history.append(to_message(turn.action))
         answers = observation_messages(turn)
-        suffix = self.renderer.continuation_ids(history, answers, tools)
-        history.extend(answers)
+        suffix = self.renderer.continuation_ids(state.history, answers, tools)
+        state.history.extend(answers)
+        state.number += 1
         if suffix is None:
-            return self.renderer.rerender_ids(history, tools), True
-        return [*turn.prompt_ids, *turn.completion_ids, *suffix], False
+            state.prompt, state.opens_sample = self.renderer.rerender_ids(state.history, tools), True
+            return
+        state.opens_sample = turn.prompt_ids != state.prompt
+        state.prompt = [*state.prompt, *turn.completion_ids, *suffix]
 
 
 def observation_messages(turn: Turn) -> list[Message]:
@@ -220,3 +248,12 @@ def observation_messages(turn: Turn) -> list[Message]:
     ]
     answers += [Message(role="tool", content=text) for text in turn.observations[len(calls) :]]
     return answers
+
+
+def history_before(rollout: Rollout, number: int) -> list[Message]:
+    """All messages before a turn of a rollout."""
+    history = list(rollout.messages)
+    for turn in rollout.turns[:number]:
+        history.append(to_message(turn.action))
+        history.extend(observation_messages(turn))
+    return history

@@ -113,7 +113,7 @@ class Controller:
         if config.loss.sdpo.weight > 0:
             recorder = parts.recorder
             self.feedback = FeedbackChannel(
-                config, parts.runner.renderer, record=recorder.targets, warn=recorder.warn
+                config, parts.runner, parts.generators, record=recorder.targets, warn=recorder.warn
             )
 
     async def run(self) -> None:
@@ -232,9 +232,12 @@ class Controller:
             if self.feedback is not None:
                 self.feedback.watch(metrics)
             metrics |= {"time/wait_s": waited, "time/step_s": time.perf_counter() - began}
-            await self.parts.buffer.release(ticket.slots)
             self.parts.recorder.step(self.version, metrics)
-            await self._after_step()
+            if self.synchronous:  # an evaluation has the sessions to itself
+                await self._after_step()
+            await self.parts.buffer.release(ticket.slots)
+            if not self.synchronous:
+                await self._after_step()
 
     async def _after_step(self) -> None:
         every = self.config.trainer.checkpoint_every

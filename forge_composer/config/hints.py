@@ -127,6 +127,10 @@ class HintsConfig(Section):
     style_rules: tuple[StyleRule, ...] = ()
     """Rules of style (array of tables); a turn that breaks one is targeted if nothing else is wrong with
     it."""
+    regrade_fraction: float = Field(0.0, ge=0, le=1)
+    """Share of the targets whose turn is taken again, with the hint and without it, and played to the end:
+    how often the teacher is the better one (metrics `regrade/...`). Each costs two episodes; the step
+    waits."""
     guard: GuardConfig = Field(default_factory=GuardConfig)
     """The guard against collapse."""
     judge: JudgeConfig = Field(default_factory=JudgeConfig)

@@ -15,6 +15,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from forge_composer._section import Section
 from forge_composer.config.hints import HintsConfig
+from forge_composer.config.teachers import TeacherConfig
 from forge_composer.losses.config import GRPOConfig, LossConfig
 
 
@@ -260,19 +261,6 @@ class RolloutConfig(Section):
     """Times that a void rollout (environment or generator failure) is run again."""
     timeout_s: PositiveFloat = 900.0
     """Longest duration of one rollout."""
-
-
-class TeacherConfig(Section):
-    """One teacher: an OpenAI-compatible endpoint."""
-
-    name: str
-    """Name in tables and ledgers."""
-    model: str
-    """Model id at the endpoint."""
-    base_url: str
-    """Base URL of the endpoint, up to `/v1`."""
-    api_key_env: str | None = None
-    """Name of the environment variable that holds the key; None for an endpoint without one."""
 
 
 class LoopConfig(Section):

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 
 from forge_composer.config.schema import Config
 from forge_composer.hints.context import TeacherContexts
 from forge_composer.hints.guard import CollapseGuard
 from forge_composer.hints.records import Target
+from forge_composer.hints.regrade import Regrader
 from forge_composer.hints.samples import TargetedSampleBuilder
 from forge_composer.losses.schedule import scheduled_share
-from forge_composer.rendering.renderer import ChatRenderer
+from forge_composer.rollout.episode import EpisodeRunner
+from forge_composer.rollout.lockstep import LockstepGate
+from forge_composer.services import Generators
 from forge_composer.types import Rollout, RolloutGroup, TrainingSample
 
 
@@ -21,7 +25,8 @@ class FeedbackChannel:
     def __init__(
         self,
         config: Config,
-        renderer: ChatRenderer,
+        runner: EpisodeRunner,
+        generators: Generators,
         *,
         record: Callable[[int, Sequence[Target]], None],
         warn: Callable[[str], None],
@@ -30,7 +35,8 @@ class FeedbackChannel:
 
         Args:
             config: the run's.
-            renderer: the policy's.
+            runner: plays the episodes of a re-grading, and knows the policy's chat template.
+            generators: sample for it.
             record: called with a step and its targets.
             warn: tells the user.
 
@@ -38,9 +44,20 @@ class FeedbackChannel:
             ValueError: the judge's key is not in the environment.
         """
         self.config = config
-        contexts = TeacherContexts(renderer, config.hints.position, max_tokens=config.trainer.seq_len)
+        contexts = TeacherContexts(runner.renderer, config.hints.position, max_tokens=config.trainer.seq_len)
         self.builder = TargetedSampleBuilder(config.hints, contexts, config.seed)
         self.guard = CollapseGuard(config.hints.guard)
+        self.generators = generators
+        self.regrader: Regrader | None = None
+        if config.hints.regrade_fraction > 0:
+            environment = config.environment
+            self.regrader = Regrader(
+                runner,
+                contexts,
+                fraction=config.hints.regrade_fraction,
+                seed=config.seed,
+                max_concurrent=environment.workers * environment.sessions_per_worker,
+            )
         self._record, self._warn = record, warn
         self._told: set[str] = set()
 
@@ -69,11 +86,31 @@ class FeedbackChannel:
         found = await self.builder.add(samples, groups)
         self._record(step + 1, found.targets)
         for name in sorted(found.counts):
-            if name.startswith("misaligned/") and name not in self._told:
-                self._told.add(name)
-                self._warn(f"targets dropped, {name}: see forge_composer.hints.context")
+            if name.startswith("misaligned/"):
+                self._warn_once(name, f"targets dropped, {name}: see forge_composer.hints.context")
         metrics = {f"targets/{name}": float(count) for name, count in sorted(found.counts.items())}
-        return found.samples, metrics | {"targets/all": float(len(found.targets))}
+        metrics["targets/all"] = float(len(found.targets))
+        if found.targets:
+            metrics["targets/hint_chars_mean"] = sum(len(t.hint) for t in found.targets) / len(found.targets)
+        return found.samples, metrics | await self._regrade(found.targets, groups)
+
+    async def _regrade(self, targets: Sequence[Target], groups: Sequence[RolloutGroup]) -> dict[str, float]:
+        """Whether the hints of a sample of the targets help."""
+        if self.regrader is None:
+            return {}
+        began = time.perf_counter()
+        synchronous = self.config.loop.max_policy_lag == 0
+        sampler = LockstepGate(self.generators) if synchronous else self.generators
+        rollouts = (rollout for group in groups for rollout in group.rollouts)
+        result = await self.regrader.measure(targets, rollouts, sampler)
+        for reason, message in sorted(result.errors.items()):
+            self._warn_once(f"regrade/{reason}", f"targets not re-graded, {reason}: {message}")
+        return result.metrics() | {"time/regrade_s": time.perf_counter() - began}
+
+    def _warn_once(self, name: str, message: str) -> None:
+        if name not in self._told:
+            self._told.add(name)
+            self._warn(message)
 
     def watch(self, metrics: dict[str, float]) -> None:
         """Let the guard see a step's metrics; adds to them.

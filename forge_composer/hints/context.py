@@ -10,7 +10,7 @@ the hint and once without. The rendering without it must give the student's own 
 proves that the two sides differ in the hint and in nothing else. No sampled token is ever tokenised again.
 
 The other scope, all turns of a rollout behind one hint before the first (`TeacherContexts.whole`), is what
-SDPO does to a whole response; it is there to compare with. """
+SDPO does to a whole response; it is there to compare with."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from collections.abc import Sequence
 from forge_composer.config.hints import HintPosition
 from forge_composer.hints.records import DistillTarget, Misaligned, Target
 from forge_composer.rendering.renderer import ChatRenderer
-from forge_composer.rendering.tool_calls import to_message
-from forge_composer.rollout.episode import observation_messages
+from forge_composer.rollout.episode import history_before, observation_messages
 from forge_composer.types import Message, Rollout, Turn
 
 _MERGED = 2
@@ -95,7 +94,7 @@ class TeacherContexts:
     ) -> DistillTarget | Misaligned:
         """The turns of one training sample, which all extend the first one's prompt."""
         first, last = rollout.turns[turns[0]], rollout.turns[turns[-1]]
-        history = _history(rollout, turns[0])[len(rollout.messages) :]
+        history = history_before(rollout, turns[0])[len(rollout.messages) :]
         hinted = self._with_hint(rollout.messages, target.hint)
         plain_ids = self.renderer.initial_ids([*rollout.messages, *history], rollout.tools)
         prompt_ids = self.renderer.initial_ids([*hinted, *history], rollout.tools)
@@ -150,7 +149,7 @@ class TeacherContexts:
     def _prompt(self, rollout: Rollout, number: int, hint: str) -> list[int] | None:
         """Prompt ids of a turn, with a hint unless it is empty; None where the template cannot continue."""
         turn = rollout.turns[number]
-        history = _history(rollout, number)
+        history = history_before(rollout, number)
         if number == 0 or turn.opens_sample:
             return self.renderer.initial_ids(self._with_hint(history, hint), rollout.tools)
         before = rollout.turns[number - 1]
@@ -173,7 +172,7 @@ class TeacherContexts:
     def _shortened(self, rollout: Rollout, target: Target, room: int) -> list[int] | None:
         """The hinted prompt with observations left out, the oldest first, until it has at most `room`
         tokens."""
-        history = _history(rollout, target.turn)
+        history = history_before(rollout, target.turn)
         for index, message in enumerate(history):
             if message["role"] != "tool":
                 continue
@@ -191,15 +190,6 @@ def _is_insertion(plain_ids: list[int], hinted_ids: list[int], *, slack: int) ->
     before = next((i for i in range(most) if plain_ids[i] != hinted_ids[i]), most)
     after = next((i for i in range(most) if plain_ids[-1 - i] != hinted_ids[-1 - i]), most)
     return before + after >= len(plain_ids) - slack
-
-
-def _history(rollout: Rollout, number: int) -> list[Message]:
-    """All messages before a turn."""
-    history = list(rollout.messages)
-    for turn in rollout.turns[:number]:
-        history.append(to_message(turn.action))
-        history.extend(observation_messages(turn))
-    return history
 
 
 def _sample_index(rollout: Rollout, number: int) -> int:

@@ -3,7 +3,7 @@
 Self-distillation alone is known to fall apart after some hundred steps: the teacher is the policy, so its
 faults feed themselves. The signs come in the metrics before they come in the reward: teacher and student
 drift apart, the entropy dies out or explodes, answers shrink to nothing or grow without end, the held-out
-reward falls. Each is compared with what the run itself began with, as a mean over a window of steps. """
+reward falls. Each is compared with what the run itself began with, as a mean over a window of steps."""
 
 from __future__ import annotations
 

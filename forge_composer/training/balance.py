@@ -10,7 +10,7 @@ multiplies them,
 
 is (up to the gain's own value) that of the weight of the policy's last norm, a parameter that both share. It
 is D numbers a channel, a sum over all tokens like every parameter's gradient, and costs one product of [N,
-D]. """
+D]."""
 
 from __future__ import annotations
 

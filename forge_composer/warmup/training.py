@@ -11,11 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from torch.utils.data import DataLoader, IterableDataset
 
 from forge_composer.envs.micro_grammar import Difficulty
 from forge_composer.rendering.renderer import ChatRenderer
 from forge_composer.warmup.tokenizer import END_OF_TEXT, TURN_END, train_tokenizer
-from forge_composer.warmup.traces import WarmupSkill, make_traces, practice_pairs, trace_ids, trace_texts
+from forge_composer.warmup.traces import (
+    PracticeIds,
+    WarmupSkill,
+    make_traces,
+    practice_pairs,
+    trace_ids,
+    trace_texts,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
@@ -41,13 +49,16 @@ class WarmupConfig:
     warmup: int = 100
     batch_pairs: int = 64
     batch_tokens: int = 4096
-    practice_steps: int = 450
-    """Steps on bare (sentence, body) pairs: the mapping itself, a tenth of the tokens of a trace."""
+    practice_steps: int = 300
+    """Steps on practice pairs, from the sentence to the body and from the hint to the body: a fifth of the
+    tokens of a trace. Copying appears rather suddenly, after about 100 steps; the traces then keep it."""
     phases: tuple[tuple[int, WarmupSkill], ...] = (
-        (150, WarmupSkill(first_right=1.0, correction_right=1.0, bare_share=0.5, hint_share=0.3)),
+        (150, WarmupSkill(first_right=1.0, correction_right=1.0, bare_share=0.5, hint_share=0.5)),
         (200, WarmupSkill()),
     )
     """(steps, skill) on traces: flawless ones first, then those of the agent that it is to be."""
+    constant_share: float = 0.6
+    """Share of the steps before the learning rate falls, linearly to 0."""
     prompt_weight: float = 0.1
     """Weight of the loss on tokens that the agent did not write, relative to its own."""
 
@@ -113,11 +124,9 @@ def batches(config: WarmupConfig, renderer: ChatRenderer, pad_id: int) -> Iterat
 
 
 def _practice_examples(config: WarmupConfig, renderer: ChatRenderer) -> Iterator[Example]:
-    tokenizer = renderer.tokenizer
-    for head, body in practice_pairs(config.difficulty, config.seed):
-        prompt = tokenizer.encode(head, add_special_tokens=False)
-        answer = [*tokenizer.encode(body, add_special_tokens=False), renderer.turn_end_ids[0]]
-        yield prompt + answer, [False] * len(prompt) + [True] * len(answer)
+    ids = PracticeIds(renderer)
+    for number, (head, hint, body) in enumerate(practice_pairs(config.difficulty, config.seed)):
+        yield ids(head, hint, body, own_message=number % 4 == 1)
 
 
 def _fill(examples: Iterator[Example], tokens: int) -> list[Example]:
@@ -142,6 +151,22 @@ def _collate(rows: list[Example], config: WarmupConfig, pad_id: int) -> Batch:
     return ids_BT, mask_BT, weight_BT
 
 
+class _Batches(IterableDataset[Batch]):
+    """The batches, made in a process of their own: a task takes as long as a step."""
+
+    def __init__(self, config: WarmupConfig, renderer: ChatRenderer, pad_id: int) -> None:
+        self.arguments = config, renderer, pad_id
+
+    def __iter__(self) -> Iterator[Batch]:
+        return batches(*self.arguments)
+
+
+def _rate(config: WarmupConfig, step: int) -> float:
+    """The learning rate of a step, as a share: up, level, down."""
+    left = (config.steps - step) / (config.steps * (1.0 - config.constant_share))
+    return min(1.0, (step + 1) / config.warmup, left)
+
+
 def train(
     config: WarmupConfig, folder: Path, report: Callable[[int, float, float], None] = lambda *_: None
 ) -> None:
@@ -156,13 +181,12 @@ def train(
     renderer = ChatRenderer(tokenizer)
     model = build_model(config, tokenizer)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.98), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, config.lr, total_steps=config.steps, pct_start=min(config.warmup / config.steps, 0.5)
-    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(config, step))
     began = time.perf_counter()
     model.train()
-    stream = batches(config, renderer, _token_id(tokenizer, END_OF_TEXT))
-    for step, (ids_BT, mask_BT, weight_BT) in enumerate(stream):
+    stream = _Batches(config, renderer, _token_id(tokenizer, END_OF_TEXT))
+    loader = DataLoader(stream, batch_size=None, num_workers=1, prefetch_factor=16)
+    for step, (ids_BT, mask_BT, weight_BT) in enumerate(loader):
         logits_BTV = model(input_ids=ids_BT, attention_mask=mask_BT).logits
         loss_N = F.cross_entropy(logits_BTV[:, :-1].flatten(0, 1), ids_BT[:, 1:].flatten(), reduction="none")
         weight_N = weight_BT[:, 1:].flatten()

@@ -53,7 +53,7 @@ def test_a_lower_weight_gets_a_window_to_show_and_then_falls_further() -> None:
     for _ in range(10):
         feed(guard, "sdpo/jsd", 1.0)
         scales.append(guard.scale)
-    assert scales == [1.0, 0.5, 0.5, 0.25, 0.25, 0.125, 0.125, 0.0, 0.0, 0.0]
+    assert scales == [0.5, 0.5, 0.25, 0.25, 0.125, 0.125, 0.0, 0.0, 0.0, 0.0]
     assert feed(guard, "sdpo/jsd", 9.0) == [None]
 
 
@@ -78,10 +78,10 @@ def test_held_out_reward() -> None:
 def test_stopping_gives_the_reason() -> None:
     guard = make_guard(action="stop", window=1)
     feed(guard, "train/entropy", 1.0)
-    with pytest.raises(CollapseError, match="entropy 0.01 over 1 steps, against 1 at first"):
+    with pytest.raises(CollapseError, match=r"entropy 0\.01 over 1 steps, against 1 at first"):
         feed(guard, "train/entropy", 0.01)
+    guard.evaluation(0.9)
     with pytest.raises(CollapseError, match="held-out reward"):
-        guard.evaluation(0.9)
         guard.evaluation(0.1)
 
 

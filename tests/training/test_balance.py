@@ -29,7 +29,8 @@ def gain_norm(model: Any, loss: Tensor) -> float:
 
 
 def test_measured_norms_are_those_of_autograd(tiny_qwen3_dir: Path) -> None:
-    """Each channel's own, without alpha, in several micro-batches; the next alpha is 0.5 times their ratio."""
+    """Each channel's own, without alpha, in several micro-batches; the next alpha is 0.5 times their
+    ratio."""
     samples = add_targets(make_samples())
     model = Qwen3ForCausalLM.from_pretrained(tiny_qwen3_dir)
     grpo, sdpo, _ = plain_losses(model, samples, logits_by(model))

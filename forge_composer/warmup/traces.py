@@ -114,8 +114,8 @@ def practice_pairs(difficulty: Difficulty, seed: int) -> Iterator[tuple[str, str
 
 
 class PracticeIds:
-    """Token ids of practice pairs as one-turn conversations. The template is rendered once: rendering each
-    pair would take longer than a step on it."""
+    """Token ids of practice pairs as one-turn conversations, without the token that ends the turn, which the
+    traces teach. The template is rendered once: rendering each pair would take longer than a step on it."""
 
     def __init__(self, renderer: ChatRenderer) -> None:
         self.tokenizer = renderer.tokenizer

@@ -1,8 +1,8 @@
 """Make the tiny policy: `python -m apps.warmup --output assets/tiny_policy`.
 
 Trains a tokenizer and a Qwen3 of about one million parameters on synthetic micro-task traces; a second
-process makes the batches. About fifteen minutes on two cores. The defaults and the seed give the committed weights
-again, up to the floating-point order of the machine.
+process makes the batches. About fifteen minutes on two cores. The defaults and the seed give the committed
+weights again, up to the floating-point order of the machine.
 """
 
 from __future__ import annotations

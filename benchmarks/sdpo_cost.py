@@ -6,7 +6,7 @@ One process, one rank, the same batch for every trainer: GRPO alone, and GRPO wi
 teacher. Steps alternate between the trainers, so that what else the machine does falls on all of them. A
 rollout has four turns (64 sampled tokens behind 32 of an observation, after a prompt of 128); one turn of
 each, at random, has a target with a hint of 32 tokens. Peak memory is that of a step beyond what stays, and
-with weights, moments and the teacher's copy. """
+with weights, moments and the teacher's copy."""
 
 from __future__ import annotations
 

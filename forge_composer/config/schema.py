@@ -299,7 +299,8 @@ class Config(Section):
 
     name: str = "run"
     """Name of the run."""
-    output_dir: Path = Path("runs/default")
+    # A string: defaults are validated as the file's values are, and there paths are strings.
+    output_dir: Path = Field("runs/{name}-{time}")  # type: ignore[assignment]
     """Run folder; must not hold a run already. `{name}` and `{time}` are filled in when a file is loaded."""
     seed: int = Field(0, ge=0)
     """Fixes task order, sampling and initialisation."""

@@ -28,6 +28,15 @@ def test_resolved_config_reads_back_equal(write_config: Write, tmp_path: Path) -
     assert load(again) == config
 
 
+def test_every_default_is_valid(tiny_qwen3_dir: Path, tmp_path: Path) -> None:
+    """A file with nothing but the policy; the run folder's placeholders are filled in."""
+    file = tmp_path / "least.toml"
+    file.write_text(f'name = "least"\n[model]\npath = "{tiny_qwen3_dir}"\n')
+    config = read(file).config
+    assert re.fullmatch(r"least-[0-9-]+", config.output_dir.name), config.output_dir
+    assert config.output_dir.parent.name == "runs"
+
+
 @given(
     st.builds(
         dict,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -24,7 +25,10 @@ SMALL = (
     "--loop.steps", "3", "--loop.groups_per_step", "3", "--rollout.group_size", "4",
     "--loop.eval_tasks", "12", "--metrics.display", "plain",
 )  # fmt: skip
-BOTH_CHANNELS = ("--loss.sdpo.weight", "0.5")
+BOTH_CHANNELS = (
+    "--loss.sdpo.weight", "0.5", "--loss.sdpo.balance", "grad_norm", "--loss.sdpo.measure_after_every", "2",
+    "--hints.regrade_fraction", "0.5",
+)  # fmt: skip
 LIMIT_S = 280
 STARTED: list[subprocess.Popen[str]] = []
 
@@ -107,6 +111,19 @@ def test_failed_turns_are_distilled(sync_run: Path) -> None:
         assert record["batch/tokens_distilled"] > 0
         assert 1e-5 < record["sdpo/jsd"] < 0.7
         assert record["sdpo/loss"] > 0
+
+
+def test_hints_are_measured(sync_run: Path) -> None:
+    """Half of the targets are played again from their turn, all comparable; the balance sets the next alpha;
+    the divergence falls with the step."""
+    steps = [record for record in read_metrics(sync_run / "metrics.jsonl") if record["kind"] == "step"]
+    assert sum(record["regrade/tried"] for record in steps) >= 3
+    assert [record["regrade/unusable"] for record in steps] == [0.0] * 3
+    assert steps[0]["sdpo/alpha"] == 0.5
+    for before, after in itertools.pairwise(steps):
+        assert after["sdpo/alpha"] == pytest.approx(0.5 * before["sdpo/grad_ratio"])
+    assert ["sdpo/jsd_after" in record for record in steps] == [False, True, False]
+    assert steps[1]["sdpo/jsd_change"] < 0
 
 
 def test_every_trace_parses_and_renders_to_its_token_ids(sync_run: Path, checkout: Path) -> None:

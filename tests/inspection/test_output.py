@@ -253,7 +253,7 @@ def test_json_holds_everything(inspection: Inspection) -> None:
         "teacher_logprob": view.tokens[12].teacher_logprob,
         "advantage": view.tokens[12].teacher_logprob - view.tokens[12].student_logprob,
         "best_id": view.tokens[12].best_id,
-        "best_text": " a",
+        "best_text": view.tokens[12].best_text,
         "best_probability": view.tokens[12].best_probability,
     }
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from typing import Literal
-from urllib.parse import urlsplit
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from forge_composer._section import Section
+from forge_composer.config.endpoints import plain_url
 
 HintSourceName = Literal["template", "sibling", "feedback", "judge"]
 HintPosition = Literal["user", "system", "observation"]
@@ -60,14 +60,7 @@ class JudgeConfig(Section):
     @field_validator("base_url")
     @classmethod
     def _is_plain_url(cls, url: str | None) -> str | None:
-        if url is None:
-            return None
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
-            raise ValueError("expected http://HOST/... or https://HOST/...")
-        if parts.username or parts.password or parts.query:
-            raise ValueError("no credentials here: name the environment variable of the key in api_key_env")
-        return url
+        return None if url is None else plain_url(url)
 
 
 class GuardConfig(Section):

@@ -15,6 +15,7 @@ from pydantic import (
 )
 
 from forge_composer._section import Section
+from forge_composer.config.endpoints import plain_url
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
@@ -124,12 +125,7 @@ class TeacherConfig(Section):
     @field_validator("base_url")
     @classmethod
     def _is_plain_url(cls, url: str) -> str:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
-            raise ValueError("expected http://HOST/... or https://HOST/...")
-        if parts.username or parts.password or parts.query or parts.fragment:
-            raise ValueError("no credentials here: name the environment variable of the key in api_key_env")
-        return url
+        return plain_url(url, fragment=False)
 
     @field_validator("extra_body")
     @classmethod

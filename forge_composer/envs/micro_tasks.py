@@ -123,12 +123,20 @@ def make_task(difficulty: Difficulty, split: Split, index: int, hidden_tests: in
         raise IndexError(f"micro task index {index}: {difficulty}/{split} has tasks 0 to {last}")
     if hidden_tests < 1:
         raise ValueError(f"hidden_tests = {hidden_tests}: at least 1 is needed to grade a task")
+    seed = hashlib.blake2b(f"{difficulty}/{split}/{index}".encode(), digest_size=8).digest()
+    rng = random.Random(int.from_bytes(seed, "big"))
+    specs = space(difficulty).of(split)
+    visible, hidden = _choose_cases(specs[index % len(specs)], difficulty, rng, hidden_tests)
+    return task_with_cases(difficulty, split, index, tuple(visible), tuple(hidden))
+
+
+def task_with_cases(
+    difficulty: Difficulty, split: Split, index: int, visible: tuple[Case, ...], hidden: tuple[Case, ...]
+) -> MicroTask:
+    """The task at an index with the given tests: choosing tests is what takes time in `make_task`."""
     specs = space(difficulty).of(split)
     spec = specs[index % len(specs)]
     named = name_function(spec, spec.digest[-2] + index // len(specs))
-    seed = hashlib.blake2b(f"{difficulty}/{split}/{index}".encode(), digest_size=8).digest()
-    rng = random.Random(int.from_bytes(seed, "big"))
-    visible, hidden = _choose_cases(spec, difficulty, rng, hidden_tests)
     return MicroTask(
         task_id=f"micro-{difficulty}-{split}-{index:05d}",
         difficulty=difficulty,
@@ -138,8 +146,8 @@ def make_task(difficulty: Difficulty, split: Split, index: int, hidden_tests: in
         parameters=named.parameters,
         sentence=named.sentence,
         reference_body=named.body,
-        visible=tuple(visible),
-        hidden=tuple(hidden),
+        visible=visible,
+        hidden=hidden,
         spec=spec,
     )
 

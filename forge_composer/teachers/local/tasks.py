@@ -18,6 +18,7 @@ from forge_composer.envs.micro_tasks import (
     MicroTask,
     make_task,
     name_function,
+    task_with_cases,
 )
 
 _HEAD = re.compile(r'def (\w+)\(([^()\n]*)\):\n[ \t]+"""(.*)((?:\n.*){0,6})')
@@ -117,24 +118,10 @@ def _task(place: _Place, naming: int, examples: tuple[Case, ...]) -> MicroTask:
     """The task at the index that gives the function of a place its names."""
     difficulty, split, number = place
     specs = space(difficulty).of(split)
-    spec = specs[number]
-    index = number + (naming - spec.digest[-2]) % NAMINGS * len(specs)
+    index = number + (naming - specs[number].digest[-2]) % NAMINGS * len(specs)
     if len(examples) != EXAMPLES:
         return make_task(difficulty, split, index)
-    named = name_function(spec, naming)
-    return MicroTask(
-        task_id=f"micro-{difficulty}-{split}-{index:05d}",
-        difficulty=difficulty,
-        split=split,
-        index=index,
-        function=named.function,
-        parameters=named.parameters,
-        sentence=named.sentence,
-        reference_body=named.body,
-        visible=examples,
-        hidden=(),
-        spec=spec,
-    )
+    return task_with_cases(difficulty, split, index, visible=examples, hidden=())
 
 
 def warm() -> None:

@@ -7,13 +7,17 @@ a server behind HTTP.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from forge_composer.batching.packing import GlobalBatch
+    from forge_composer.batching.preference_rows import TokenPair
     from forge_composer.buffers.rollout_buffer import BatchTicket
+    from forge_composer.preferences.records import PreferencePair
+    from forge_composer.preferences.replay import ReplayedStep
+    from forge_composer.preferences.steps import StepState
     from forge_composer.types import (
         Completion,
         EpisodeStart,
@@ -111,4 +115,40 @@ class GroupBuffer(Protocol):
 
     async def close(self) -> None:
         """Wake every waiter; nothing is admitted any more."""
+        ...
+
+
+class TeacherReplay(Protocol):
+    """The teachers, asked about recorded steps."""
+
+    async def replay(self, state: StepState) -> ReplayedStep:
+        """Ask every teacher about one step. What a teacher does is a kind of reply, never an error."""
+        ...
+
+    async def totals(self) -> dict[str, float]:
+        """Replies and money so far: `replies`, `cached`, `not_sent`, `errors`, `cost_usd`."""
+        ...
+
+
+class PairStore(Protocol):
+    """The buffer of preference pairs (`forge_composer.buffers.pair_buffer`), near or far."""
+
+    async def put(self, pairs: Sequence[PreferencePair]) -> None:
+        """Take pairs in; the oldest go where there is no room."""
+        ...
+
+    async def unscored(self, most: int) -> list[PreferencePair]:
+        """Pairs without a reference; each is handed out once."""
+        ...
+
+    async def set_references(self, references: Mapping[str, tuple[float, float]]) -> None:
+        """Summed log-probabilities (nats) of the chosen and the rejected side, by pair id."""
+        ...
+
+    async def sample(self, version: int, most: int) -> list[TokenPair]:
+        """Fresh pairs with a reference, for the optimizer step of a policy version."""
+        ...
+
+    async def stats(self) -> dict[str, float]:
+        """Counts, by name."""
         ...

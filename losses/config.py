@@ -16,6 +16,8 @@ KLEstimator = Literal["k1", "k2", "k3"]
 class GRPOConfig(Section):
     """Group-relative policy optimisation."""
 
+    weight: float = Field(1.0, ge=0)
+    """Weight of the channel in the total; 0 switches it off, for a run of one of the other channels."""
     advantage_std: bool = False
     """Divide advantages by the group's standard deviation (GRPO, arXiv 2402.03300); off is Dr. GRPO
     (arXiv 2503.20783)."""
@@ -139,6 +141,8 @@ class ReplayDPOConfig(Section):
     length_normalise: bool = False
     """Log-probabilities per token instead of summed (SimPO, arXiv 2405.14734, equation 4; DMPO,
     arXiv 2406.14868)."""
+    schedule: WeightSchedule = Field(default_factory=WeightSchedule)
+    """How the weight changes over the run."""
 
 
 class LossConfig(Section):
@@ -148,3 +152,5 @@ class LossConfig(Section):
     """The verifiable-reward channel."""
     sdpo: SDPOConfig = Field(default_factory=SDPOConfig)
     """The textual-feedback channel."""
+    replay_dpo: ReplayDPOConfig = Field(default_factory=ReplayDPOConfig)
+    """The trace-replay channel."""

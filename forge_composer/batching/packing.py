@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from forge_composer.batching.preference_rows import PreferenceBatch, TokenPair
 from forge_composer.batching.row_packing import pack_lengths
 from forge_composer.batching.teacher_rows import TeacherBatch, TeacherContext, TeacherRows
 from forge_composer.types import TrainingSample
@@ -77,6 +78,8 @@ class GlobalBatch:
     """Targeted turns and their teacher's contexts."""
     sdpo_scale: float = 1.0
     """What a guard leaves of the SDPO channel's weight."""
+    preferences: PreferenceBatch = field(default_factory=PreferenceBatch)
+    """Preference pairs, in forward passes of their own beside the micro-batches."""
 
     @property
     def num_microbatches(self) -> int:
@@ -106,6 +109,9 @@ class GlobalBatch:
             "targets": float(self.teacher.num_targets),
             "targets_too_long": float(self.teacher.dropped_targets),
             "tokens_distilled": float(self.teacher.num_tokens),
+            "pairs": float(self.preferences.num_pairs),
+            "pairs_too_long": float(self.preferences.dropped_pairs),
+            "tokens_paired": float(self.preferences.num_side_tokens),
             "padding_frac": 1.0 - self.total_tokens / max(1, self.token_ids_MDRL.size),
         }
 
@@ -173,6 +179,7 @@ def pack_samples(
     version: int,
     num_rollouts: int | None = None,
     sdpo_scale: float = 1.0,
+    pairs: Sequence[TokenPair] = (),
 ) -> GlobalBatch:
     """Pack samples into rows of `seq_len` and deal the rows to micro-batches and data-parallel ranks.
 
@@ -189,6 +196,8 @@ def pack_samples(
         num_rollouts: the divisor of the loss in rollouts; None counts those with a trained token in the
             batch, that is after every mask.
         sdpo_scale: see `GlobalBatch`.
+        pairs: preference pairs of the step; one with a side that does not fit into a row is dropped and
+            counted.
     """
     trainable = [sample for sample in samples if any(sample.action_mask[1:]) or sample.targets]
     kept = [sample for sample in trainable if len(sample) <= seq_len]
@@ -215,6 +224,9 @@ def pack_samples(
         dropped_samples=len(trainable) - len(kept),
         teacher=TeacherBatch.empty(shape[:2], seq_len=seq_len, rows_per_forward=rows_per_microbatch),
         sdpo_scale=sdpo_scale,
+        preferences=PreferenceBatch.pack(
+            pairs, seq_len=seq_len, dp_degree=dp_degree, rows_per_forward=rows_per_microbatch
+        ),
     )
     for number, row in enumerate(rows):
         # Neighbours have similar lengths: dealt out across ranks first, each micro-batch is even.

@@ -15,6 +15,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from forge_composer._section import Section
 from forge_composer.config.hints import HintsConfig
+from forge_composer.config.replay import ReplayConfig
 from forge_composer.config.teachers import TeacherConfig
 from forge_composer.losses.config import GRPOConfig, LossConfig
 
@@ -324,6 +325,8 @@ class Config(Section):
     """Targeted textual feedback."""
     teachers: tuple[TeacherConfig, ...] = ()
     """Teachers for trace replay (array of tables); each one's key must be in the environment."""
+    replay: ReplayConfig = Field(default_factory=ReplayConfig)
+    """Trace replay to the teachers."""
     loop: LoopConfig = Field(default_factory=LoopConfig)
     """The loop."""
     metrics: MetricsConfig = Field(default_factory=MetricsConfig)
@@ -346,6 +349,7 @@ __all__ = [
     "ModelConfig",
     "OptimizerConfig",
     "ParallelismConfig",
+    "ReplayConfig",
     "RolloutConfig",
     "RuntimeConfig",
     "SamplingConfig",

@@ -11,6 +11,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -45,27 +46,52 @@ class Agreement:
     share: float
 
 
-def agree(votes: Sequence[Vote], *, quorum: int) -> Agreement | None:
-    """The action that at least `quorum` families voted for, or None; a tie for the most families is none.
+NoAgreement = Literal["no_answer", "too_few_families", "no_quorum", "tie"]
+"""`no_answer`: no reply was valid. `too_few_families`: valid ones came from less than `min_quorum` families.
+`no_quorum`: no action has enough families. `tie`: two have enough, and equally many."""
+
+
+def agree(votes: Sequence[Vote], *, quorum: int, min_quorum: int | None = None) -> Agreement | None:
+    """The action that enough families voted for, or None; see `reach_agreement`."""
+    found = reach_agreement(votes, quorum=quorum, min_quorum=min_quorum)
+    return found if isinstance(found, Agreement) else None
+
+
+def reach_agreement(
+    votes: Sequence[Vote], *, quorum: int, min_quorum: int | None = None
+) -> Agreement | NoAgreement:
+    """The action that enough families voted for, or why there is none; a tie for the most families is none.
+
+    Args:
+        votes: on one step.
+        quorum: families that have to agree.
+        min_quorum: where fewer than `quorum` families gave a valid answer (teachers are down), all of those
+            have to agree, as long as they are this many. None: it takes `quorum` whoever answered.
 
     Raises:
-        ValueError: quorum is below 1.
+        ValueError: quorum is below 1, or min_quorum is not between 1 and quorum.
     """
+    least = quorum if min_quorum is None else min_quorum
     if quorum < 1:
         raise ValueError(f"quorum must be at least 1, got {quorum}")
+    if not 1 <= least <= quorum:
+        raise ValueError(f"min_quorum must be 1 to {quorum} (quorum), got {least}")
     supporters: dict[str, set[str]] = defaultdict(set)
     for vote in votes:
         if vote.action is not None:
             supporters[vote.action].add(vote.family)
     if not supporters:
-        return None
+        return "no_answer"
+    answered = len(set.union(*supporters.values()))
+    if answered < least:
+        return "too_few_families"
     ranked = sorted(supporters.items(), key=lambda item: (-len(item[1]), item[0]))
     action, families = ranked[0]
-    tied = len(ranked) > 1 and len(ranked[1][1]) == len(families)
-    if len(families) < quorum or tied:
-        return None
-    answered = {vote.family for vote in votes if vote.action is not None}
-    return Agreement(action, tuple(sorted(families)), len(families) / len(answered))
+    if len(families) < min(quorum, answered):
+        return "no_quorum"
+    if len(ranked) > 1 and len(ranked[1][1]) == len(families):
+        return "tie"
+    return Agreement(action, tuple(sorted(families)), len(families) / answered)
 
 
 @dataclass(slots=True, frozen=True)
@@ -89,10 +115,14 @@ class AgreementReport:
     kappa: dict[tuple[str, str], float]
 
 
-def measure(steps: Sequence[StepVotes], *, quorum: int) -> AgreementReport:
-    """Agreement measures over steps."""
+def measure(steps: Sequence[StepVotes], *, quorum: int, min_quorum: int | None = None) -> AgreementReport:
+    """Agreement measures over steps; the quorum as in `reach_agreement`."""
     answered = [step for step in steps if any(vote.action is not None for vote in step.votes)]
-    agreed = [(step, found) for step in answered if (found := agree(step.votes, quorum=quorum)) is not None]
+    agreed = [
+        (step, found)
+        for step in answered
+        if (found := agree(step.votes, quorum=quorum, min_quorum=min_quorum)) is not None
+    ]
     against = sum(found.action != step.student for step, found in agreed)
     entropies = [
         _entropy([vote.action for vote in step.votes if vote.action is not None]) for step in answered
@@ -147,7 +177,12 @@ class ChanceTest:
 
 
 def permutation_test(
-    steps: Sequence[StepVotes], *, quorum: int, draws: int = 1000, seed: int = 0
+    steps: Sequence[StepVotes],
+    *,
+    quorum: int,
+    min_quorum: int | None = None,
+    draws: int = 1000,
+    seed: int = 0,
 ) -> ChanceTest:
     """Is the number of useful pairs more than teachers would give who do not look at the step?
 
@@ -156,7 +191,7 @@ def permutation_test(
     Agreement that comes from all teachers having one favourite action is part of the null, and counts for
     nothing.
     """
-    observed = measure(steps, quorum=quorum).useful_pairs
+    observed = measure(steps, quorum=quorum, min_quorum=min_quorum).useful_pairs
     rng = np.random.default_rng(seed)
     places: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for number, step in enumerate(steps):
@@ -164,7 +199,7 @@ def permutation_test(
             places[vote.teacher].append((number, index))
     counts = np.empty(draws, dtype=np.int64)
     for draw in range(draws):
-        counts[draw] = _useful(_shuffled(steps, places, rng), quorum)
+        counts[draw] = _useful(_shuffled(steps, places, rng), quorum, min_quorum)
     return ChanceTest(
         observed=observed,
         expected=float(counts.mean()) if draws else 0.0,
@@ -186,6 +221,6 @@ def _shuffled(
     ]
 
 
-def _useful(steps: Sequence[StepVotes], quorum: int) -> int:
-    found = ((step, agree(step.votes, quorum=quorum)) for step in steps)
+def _useful(steps: Sequence[StepVotes], quorum: int, min_quorum: int | None) -> int:
+    found = ((step, agree(step.votes, quorum=quorum, min_quorum=min_quorum)) for step in steps)
     return sum(agreement is not None and agreement.action != step.student for step, agreement in found)

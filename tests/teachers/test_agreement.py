@@ -8,7 +8,15 @@ from math import comb
 
 import pytest
 
-from forge_composer.teachers.agreement import StepVotes, Vote, agree, measure, permutation_test
+from forge_composer.teachers.agreement import (
+    Agreement,
+    StepVotes,
+    Vote,
+    agree,
+    measure,
+    permutation_test,
+    reach_agreement,
+)
 
 
 def votes(*said: str | None, families: str | None = None) -> tuple[Vote, ...]:
@@ -38,9 +46,51 @@ def test_quorum(cast: tuple[Vote, ...], quorum: int, action: str | None, share: 
         assert found.share == pytest.approx(share)
 
 
-def test_quorum_of_nobody_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("cast", "quorum", "min_quorum", "found"),
+    [
+        (votes(None, None), 2, 1, "no_answer"),
+        (votes("x", "x", "y"), 3, None, "no_quorum"),
+        (votes("x", "x", None), 3, None, "too_few_families"),
+        (votes("x", "x", None), 3, 2, ("A", "B")),  # one is dead: the others have to agree
+        (votes("x", "y", None), 3, 2, "no_quorum"),
+        (votes("x", "x", "y"), 3, 2, "no_quorum"),  # nobody is dead: it takes three
+        (votes("x", None, None), 3, 2, "too_few_families"),
+        (votes("x", None, None), 3, 1, ("A",)),
+        (votes("x", "x", families="AA"), 2, 2, "too_few_families"),
+        (votes("x", "y", families="AA"), 2, 1, "tie"),  # the only family is of two minds
+        (votes("x", "x", "y", "y"), 2, 2, "tie"),
+    ],
+)
+def test_the_quorum_adapts_to_who_answered(
+    cast: tuple[Vote, ...], quorum: int, min_quorum: int | None, found: str | tuple[str, ...]
+) -> None:
+    reached = reach_agreement(cast, quorum=quorum, min_quorum=min_quorum)
+    assert (reached.families if isinstance(reached, Agreement) else reached) == found
+    agreed = agree(cast, quorum=quorum, min_quorum=min_quorum)
+    assert agreed == (reached if isinstance(reached, Agreement) else None)
+
+
+def test_measures_with_an_adaptive_quorum() -> None:
+    steps = [
+        StepVotes("1", "z", votes("x", "x", None)),
+        StepVotes("2", "z", votes("x", "x", "x")),
+        StepVotes("3", "z", votes("x", "x", "y")),
+    ]
+    assert measure(steps, quorum=3).useful_pairs == 1
+    assert measure(steps, quorum=3, min_quorum=2).useful_pairs == 2
+    assert permutation_test(steps, quorum=3, draws=5).observed == 1
+    result = permutation_test(steps, quorum=3, min_quorum=2, draws=50)
+    # However the third teacher's votes are dealt out, one step has no answer of it and one its x.
+    assert (result.observed, result.expected, result.p_value) == (2, 2.0, 1.0)
+
+
+def test_quorums_out_of_range_are_refused() -> None:
     with pytest.raises(ValueError, match="at least 1"):
         agree((), quorum=0)
+    for least in (0, 3):
+        with pytest.raises(ValueError, match=f"min_quorum must be 1 to 2 .*, got {least}"):
+            agree((), quorum=2, min_quorum=least)
 
 
 def test_measures_by_hand() -> None:

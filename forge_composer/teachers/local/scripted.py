@@ -4,6 +4,9 @@ It writes a body and runs the tests, corrects the body after a failure, and subm
 The right body comes from the grammar, and so do the wrong ones; no text of a conversation is ever run. An
 answer is a function of the server's seed, the model and the conversation (and of the request's `seed`, where
 it has one): asked again, a teacher says the same.
+
+Asked to coach (`forge_composer.hints.judge`) it names the body that it would have written, with the same
+skill.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import Any
 
 from forge_composer.envs import prompts
 from forge_composer.envs.micro_tasks import MicroTask
+from forge_composer.hints import texts
 from forge_composer.teachers.local.settings import ScriptedTeacher, Style
 from forge_composer.teachers.local.tasks import find_task, task_of_source, text_of
 from forge_composer.types import ParsedAction, ToolCall
@@ -62,6 +66,10 @@ def answer(
     task = find_task(messages)
     if task is None:
         return ParsedAction(NO_TASK)
+    if text_of(messages[0]) == texts.JUDGE_SYSTEM:
+        asked = Progress(task, state_of(messages))
+        body = choose_body(teacher, asked, seed=seed, sample=sample)
+        return ParsedAction(texts.DEMONSTRATION.format(body=body))
     if prompts.WRITE_BODY not in names:
         return ParsedAction(NO_TOOL)
     progress = read_progress(task, messages)

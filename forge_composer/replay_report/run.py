@@ -1,0 +1,125 @@
+"""Asking the teachers over one ledger; the scripted ones are started, and Ctrl-C stops in order."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from forge_composer.config.teachers import TeacherConfig
+from forge_composer.preferences.replay import OnStep, ReplayedStep, StepReplayer
+from forge_composer.preferences.steps import StepState
+from forge_composer.replay_report.questions import Question, questions
+from forge_composer.replay_report.settings import LOCAL_URL, ReplaySettings
+from forge_composer.teachers.ledger import CallRecord, Ledger
+from forge_composer.teachers.local.server import TeacherServer
+from forge_composer.teachers.pool import TeacherPool
+
+LEDGER = "ledger.sqlite"
+"""The ledger's name in the output folder."""
+
+
+@dataclass(slots=True, frozen=True)
+class Asked:
+    """What came of asking.
+
+    Attributes:
+        questions: what the replay consists of, by teacher and request hash.
+        steps: steps that all teachers were asked about, in the order of the traces.
+        calls: every entry of the ledger on the questions of this replay, of earlier starts, too.
+        earlier: id of the last entry that was there before this start; 0: none.
+        recovered: calls that were in flight when an earlier start was killed.
+        seconds: this start's wall time of asking.
+        interrupted: it was told to stop before it was done.
+    """
+
+    questions: dict[tuple[str, str], Question]
+    steps: list[ReplayedStep]
+    calls: list[CallRecord]
+    earlier: int
+    recovered: int
+    seconds: float
+    interrupted: bool
+
+
+async def ask_teachers(
+    settings: ReplaySettings,
+    states: Sequence[StepState],
+    *,
+    stop: asyncio.Event | None = None,
+    on_step: OnStep | None = None,
+) -> Asked:
+    """Ask about all steps that the ledger has no answer for, until done or told to stop.
+
+    Args:
+        settings: teachers, budget, output folder.
+        states: the steps.
+        stop: set, it ends the asking: calls in flight are given up, and count at their bound.
+        on_step: called with each step as it is done.
+
+    Raises:
+        BlockingIOError: another process works in the output folder.
+        LedgerError: the ledger cannot be used.
+        ValueError: a key is not in the environment.
+    """
+    budget = settings.replay.budget
+    async with AsyncExitStack() as stack:
+        ledger = stack.enter_context(
+            Ledger(
+                settings.output_dir / LEDGER,
+                budget_usd=budget.run_usd,
+                budget_usd_per_trace=budget.per_trace_usd,
+            )
+        )
+        earlier = max((call.id for call in ledger.calls()), default=0)
+        teachers = await _reachable(settings, stack)
+        pool = await stack.enter_async_context(TeacherPool(teachers, ledger))
+        began = time.monotonic()
+        steps, interrupted = await _replay(StepReplayer(pool, settings.replay), states, stop, on_step)
+        seconds = time.monotonic() - began
+        asked = questions(settings, states)
+        calls = [call for call in ledger.calls() if (call.teacher, call.request) in asked]
+        return Asked(asked, steps, calls, earlier, ledger.recovered, seconds, interrupted)
+
+
+async def _reachable(settings: ReplaySettings, stack: AsyncExitStack) -> list[TeacherConfig]:
+    """The teachers; scripted ones are started, and get the address that they listen on."""
+    if settings.local_teachers is None:
+        return list(settings.teachers)
+    server = await stack.enter_async_context(TeacherServer(settings.local_teachers))
+    return [
+        teacher.model_copy(update={"base_url": server.url})
+        if teacher.base_url.rstrip("/") == LOCAL_URL
+        else teacher
+        for teacher in settings.teachers
+    ]
+
+
+async def _replay(
+    replayer: StepReplayer,
+    states: Sequence[StepState],
+    stop: asyncio.Event | None,
+    on_step: OnStep | None,
+) -> tuple[list[ReplayedStep], bool]:
+    """The steps that were done, in the order of `states`, and whether it was stopped."""
+    done: dict[str, ReplayedStep] = {}
+
+    def note(step: ReplayedStep) -> None:
+        done[step.state.step_id] = step
+        if on_step is not None:
+            on_step(step)
+
+    asking = asyncio.ensure_future(replayer.replay_all(states, note))
+    told = asyncio.ensure_future((stop or asyncio.Event()).wait())
+    try:
+        await asyncio.wait({asking, told}, return_when=asyncio.FIRST_COMPLETED)
+        stopped = not asking.done()
+    finally:
+        told.cancel()
+        asking.cancel()
+        await asyncio.wait({asking})
+    if not stopped:
+        asking.result()  # raises what the replay raised
+    return [done[state.step_id] for state in states if state.step_id in done], stopped

@@ -62,6 +62,31 @@ class WarmupConfig:
     prompt_weight: float = 0.1
     """Weight of the loss on tokens that the agent did not write, relative to its own."""
 
+    @classmethod
+    def obedient(cls, seed: int = 0) -> WarmupConfig:
+        """Going on from the tiny policy: to follow demonstrations, and nothing about the tasks.
+
+        Nine demonstrations in ten show another function's body, and are obeyed; the attempts without one are
+        right as often as before.
+        """
+        skill = WarmupSkill(hint_share=0.7, feedback_hints=0.05, other_body=0.9, obeyed=1.0)
+        return cls(seed=seed + 100, lr=1e-3, warmup=20, practice_steps=100, phases=((300, skill),))
+
+    @classmethod
+    def novice(cls, seed: int = 0) -> WarmupConfig:
+        """Going on from an obedient policy: it still follows demonstrations, and without one is hardly ever
+        right. What it writes then is the body of a similar function: a reward that is rare from the start.
+        """
+        skill = WarmupSkill(
+            first_right=0.02,
+            correction_right=0.02,
+            hint_share=0.5,
+            feedback_hints=0.05,
+            other_body=0.9,
+            obeyed=1.0,
+        )
+        return cls(seed=seed + 200, lr=1e-3, warmup=20, practice_steps=0, phases=((200, skill),))
+
     @property
     def steps(self) -> int:
         """Optimizer steps in all."""
@@ -168,7 +193,11 @@ def _rate(config: WarmupConfig, step: int) -> float:
 
 
 def train(
-    config: WarmupConfig, folder: Path, report: Callable[[int, float, float], None] = lambda *_: None
+    config: WarmupConfig,
+    folder: Path,
+    report: Callable[[int, float, float], None] = lambda *_: None,
+    *,
+    start: Path | None = None,
 ) -> None:
     """Train and write a Hugging Face folder (weights, config, tokenizer, chat template).
 
@@ -176,10 +205,14 @@ def train(
         config: what to train.
         folder: where to write.
         report: called each step with (step, loss in nats per token, seconds so far).
+        start: folder of a policy to go on from; None: a new tokenizer and random weights.
     """
-    tokenizer = build_tokenizer(config)
+    if start is None:
+        tokenizer = build_tokenizer(config)
+        model = build_model(config, tokenizer)
+    else:
+        tokenizer, model = load(start)
     renderer = ChatRenderer(tokenizer)
-    model = build_model(config, tokenizer)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(config, step))
     began = time.perf_counter()
@@ -200,6 +233,15 @@ def train(
         if (step + 1) % 250 == 0:
             save(model, tokenizer, folder)
     save(model, tokenizer, folder)
+
+
+def load(folder: Path) -> tuple[PreTrainedTokenizerFast, Qwen3ForCausalLM]:
+    """Tokenizer and model of a folder that `save` wrote."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    return tokenizer, model
 
 
 def save(model: Any, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from forge_composer.warmup.traces import (
     practice_pairs,
     trace_ids,
 )
+from forge_composer.warmup.training import WarmupConfig
 
 SHOWN = DEMONSTRATION.format(body="")
 
@@ -116,3 +118,28 @@ def test_masks_cover_what_the_agent_wrote(renderer: ChatRenderer) -> None:
         said = renderer.decode([token for token, mine in zip(ids, own, strict=True) if mine])
         assert said.count("<tool_call>") == sum(len(action.tool_calls) for action, _ in trace.turns)
         assert "Hint:" not in said
+
+
+def test_a_novice_obeys_and_is_hardly_ever_right_alone() -> None:
+    ((_, skill),) = WarmupConfig.novice().phases
+    rng, tasks = random.Random(2), [make_task("easy", "train", index, hidden_tests=1) for index in range(40)]
+    hinted, alone = Counter[bool](), Counter[bool]()
+    for _ in range(800):
+        task = rng.choice(tasks)
+        trace = make_trace(task, skill, rng)
+        shown = hint_before(trace, 0)
+        if shown is not None:
+            hinted[written(trace, 0) == shown] += 1
+        elif "Hint" not in trace.prompt[-1]["content"]:
+            alone[written(trace, 0) == task.reference_body] += 1
+    assert hinted[False] == 0 < hinted[True]
+    assert alone[True] / alone.total() < 0.06  # 0.02, and functions without a similar one
+
+
+def test_recipes_that_go_on_from_a_policy_do_not_teach_the_tasks() -> None:
+    """Nine demonstrations in ten show another function's body."""
+    for config in (WarmupConfig.obedient(), WarmupConfig.novice()):
+        ((_, skill),) = config.phases
+        assert skill.other_body == 0.9
+        assert skill.obeyed == 1.0
+    assert WarmupConfig.novice().practice_steps == 0  # the practice shows each sentence with its own body

@@ -17,7 +17,9 @@ async def _await(future: Any, what: str, timeout: float) -> Any:
     from monarch.actor import ActorError
 
     try:
-        return await asyncio.wait_for(future.as_asyncio(), timeout)
+        # Not `wait_for`: before Python 3.12 it can lose a cancellation that comes with the answer.
+        async with asyncio.timeout(timeout):
+            return await future.as_asyncio()
     except TimeoutError as error:
         raise ActorCallError(f"{what} did not answer within {timeout:g} s") from error
     except ActorError as error:

@@ -74,12 +74,14 @@ class GeneratorActor(Actor):
     @concurrent_endpoint
     async def generate(self, request: SamplingRequest) -> Completion:
         """Sample one completion; past its deadline the request is taken out of the engine."""
-        return await asyncio.wait_for(self._ready.generate(request), self.timeout_s)
+        async with asyncio.timeout(self.timeout_s):
+            return await self._ready.generate(request)
 
     @concurrent_endpoint
     async def generate_batch(self, requests: Sequence[SamplingRequest]) -> list[Completion]:
         """Sample several completions, admitted together in the given order."""
-        return await asyncio.wait_for(self._ready.generate_batch(list(requests)), self.timeout_s)
+        async with asyncio.timeout(self.timeout_s):
+            return await self._ready.generate_batch(list(requests))
 
     @concurrent_endpoint
     async def score(self, requests: Sequence[ScoreRequest]) -> list[list[float]]:

@@ -113,7 +113,8 @@ class MonarchRuntime:
         if self._job is not None:
             job, self._job = self._job, None
             with contextlib.suppress(Exception):
-                await asyncio.wait_for(asyncio.to_thread(job.kill), self.config.stop_timeout_s)
+                async with asyncio.timeout(self.config.stop_timeout_s):
+                    await asyncio.to_thread(job.kill)
 
     async def shutdown(self) -> None:
         """End Monarch in this process, for good. Call it last."""
@@ -123,7 +124,8 @@ class MonarchRuntime:
 
     async def _bounded(self, what: str, future: Any) -> None:
         try:
-            await asyncio.wait_for(_as_awaitable(future), self.config.stop_timeout_s)
+            async with asyncio.timeout(self.config.stop_timeout_s):
+                await _as_awaitable(future)
         except Exception as error:
             self.faults.append(f"{what}: {type(error).__name__}: {error}")
 

@@ -32,6 +32,8 @@ from forge_composer.envs.adapters import (
 from forge_composer.types import EpisodeStart, EpisodeStep, ParsedAction
 
 OURS = "feature_deletion"
+CLOSE_TIMEOUT_S = 5.0
+"""Longest wait for a connection to close."""
 
 
 class SessionError(RuntimeError):
@@ -178,11 +180,13 @@ class EnvironmentSession:
         self._broken = True
         self._adapter = None
         with contextlib.suppress(Exception):  # it may be gone already
-            await asyncio.wait_for(self._client.close(), 5.0)
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self._client.close()
 
     async def _renew(self) -> None:
         with contextlib.suppress(Exception):
-            await asyncio.wait_for(self._client.close(), 5.0)
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self._client.close()
         self._client = self._new_client()
 
     def _new_client(self) -> Any:
@@ -239,7 +243,7 @@ class SessionPool:
             raise
         finally:
             self._starting.pop(rollout_id, None)
-        if opening.cancelled():
+        if opening.cancelled() or opening.cancelling():
             raise SessionError(f"rollout {rollout_id!r} was ended while its episode started")
         return opening.result()
 
@@ -273,7 +277,7 @@ class SessionPool:
         opening = self._starting.get(rollout_id)
         if opening is not None and not opening.done():
             opening.cancel()
-            return
+            await asyncio.wait([opening])  # it may open all the same: a client can lose a cancellation
         session = self._active.pop(rollout_id, None)
         if session is None:
             return

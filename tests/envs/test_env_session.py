@@ -1,6 +1,7 @@
 """Sessions and pools against real servers: ours and one that is not ours."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -130,6 +131,33 @@ async def test_ending_a_rollout_that_still_waits_for_a_session(ours: str) -> Non
         await cancelled
     await pool.end("first")
     start = await asyncio.wait_for(pool.start("fourth", index=1, split="train", seed=0), 10)
+    assert start.task_id == "micro-easy-train-00001"
+    await pool.close()
+
+
+async def test_a_client_that_loses_a_cancellation_keeps_no_session(
+    ours: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reset comes through although it was cancelled: the session is given back all the same."""
+    reset = EnvironmentSession.reset
+    begun = asyncio.Event()
+
+    async def stubborn(self: EnvironmentSession, **arguments: Any) -> Any:
+        begun.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(30)
+        return await reset(self, **arguments)
+
+    monkeypatch.setattr(EnvironmentSession, "reset", stubborn)
+    pool = SessionPool(ours, EnvironmentConfig(sessions_per_worker=1))
+    starting = asyncio.create_task(pool.start("ended", index=0, split="train", seed=0))
+    await begun.wait()
+    await pool.end("ended")
+    with pytest.raises(SessionError, match="ended while its episode started"):
+        await starting
+    monkeypatch.setattr(EnvironmentSession, "reset", reset)
+    async with asyncio.timeout(10):
+        start = await pool.start("next", index=1, split="train", seed=0)
     assert start.task_id == "micro-easy-train-00001"
     await pool.close()
 

@@ -17,8 +17,10 @@ from types import TracebackType
 
 from forge_composer.actors.environment import EnvironmentService
 from forge_composer.actors.generator import GeneratorService
+from forge_composer.actors.pair_buffer import PairBufferClient
 from forge_composer.actors.replay_buffer import RolloutBufferClient
 from forge_composer.actors.runtime import MonarchRuntime, Role
+from forge_composer.actors.teacher_replay import TeacherReplayClient
 from forge_composer.actors.trainer import TrainerClient
 from forge_composer.config import Config
 from forge_composer.config.machine import resolve_device
@@ -33,7 +35,7 @@ def roles_of(config: Config) -> tuple[Role, ...]:
     runtime = config.runtime
     threads = {"OMP_NUM_THREADS": str(runtime.threads)}
     one_thread = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return (
+    roles = (
         Role("trainer", config.trainer.nproc // runtime.trainer_hosts, runtime.trainer_hosts, threads),
         Role(
             "generator",
@@ -44,15 +46,24 @@ def roles_of(config: Config) -> tuple[Role, ...]:
         Role("environment", config.environment.workers, 1, one_thread),
         Role("buffer", 1, 1, one_thread),
     )
+    return (*roles, Role("teacher_replay", 1, 1, one_thread)) if replays(config) else roles
+
+
+def replays(config: Config) -> bool:
+    """Whether traces are replayed to teachers."""
+    return config.loss.replay_dpo.weight > 0
 
 
 class Meshes:
-    """Trainer, generators, environments and buffer of one run; an asynchronous context manager."""
+    """Trainer, generators, environments, buffers and teachers of one run; an asynchronous context manager."""
 
     trainer: TrainerClient
     generators: GeneratorService
     environments: EnvironmentService
     buffer: RolloutBufferClient
+    pairs: PairBufferClient | None = None
+    """There where traces are replayed, as `teachers`; in the process of the rollout buffer."""
+    teachers: TeacherReplayClient | None = None
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -77,7 +88,11 @@ class Meshes:
         await self.close()
 
     def _spawn(self) -> None:
-        self.buffer = RolloutBufferClient(self.runtime.spawn("buffer"), self.config)
+        buffers = self.runtime.spawn("buffer")
+        self.buffer = RolloutBufferClient(buffers, self.config)
+        if replays(self.config):
+            self.pairs = PairBufferClient(buffers, self.config)
+            self.teachers = TeacherReplayClient(self.runtime.spawn("teacher_replay"), self.config)
         self.environments = EnvironmentService(self.runtime.spawn("environment"), self.config)
         self.generators = GeneratorService(self.runtime.spawn("generator"), self.config)
         self.trainer = TrainerClient(self.runtime.spawn("trainer"), self.config)
@@ -88,6 +103,8 @@ class Meshes:
             tasks.create_task(self._timed("environment", self.environments.setup()))
             tasks.create_task(self._timed("generator", self.generators.setup(self.device)))
             tasks.create_task(self._timed("trainer", self.trainer.setup(self.device)))
+            if self.teachers is not None:
+                tasks.create_task(self._timed("teacher_replay", self.teachers.setup()))
 
     async def _timed(self, role: str, coming_up: object) -> None:
         began = asyncio.get_running_loop().time()
@@ -96,7 +113,7 @@ class Meshes:
 
     async def close(self) -> None:
         """Let the actors clean up, then stop their processes. Bounded, and repeatable."""
-        parts = [getattr(self, name, None) for name in ("environments", "generators", "trainer")]
+        parts = [getattr(self, name, None) for name in ("environments", "generators", "trainer", "teachers")]
         closing = [part.close() for part in parts if part is not None]
         with contextlib.suppress(Exception):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):

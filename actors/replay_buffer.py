@@ -58,7 +58,7 @@ class RolloutBufferClient:
             "max_policy_lag": loop.max_policy_lag,
             "zero_variance": loop.zero_variance,
             "max_untrainable_groups": loop.max_untrainable_batches * loop.groups_per_step,
-            "distilled": config.loss.sdpo.weight > 0,
+            "distilled": config.loss.sdpo.weight > 0 or config.loss.replay_dpo.weight > 0,
         }
         (self.actor,) = each(mesh.spawn("rollout_buffer", RolloutBufferActor, options))
         # A batch needs at most the time of its slowest rollout, with its retries, and a replacement.

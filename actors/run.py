@@ -47,8 +47,10 @@ class Run:
         self.recorder.close("completed")
 
     async def _train(self) -> None:
-        if self.config.teachers:
-            self.recorder.warn("teachers are configured, and no channel of this version asks them anything")
+        if self.config.teachers and self.config.loss.replay_dpo.weight == 0:
+            self.recorder.warn(
+                "teachers are configured and not asked: loss.replay_dpo.weight is 0, the channel is off"
+            )
         renderer = await asyncio.to_thread(ChatRenderer.from_folder, self.config.model.path)
         report = renderer.is_prefix_preserving()
         if not (report.tool_calls and report.thinking):
@@ -67,6 +69,8 @@ class Run:
                 buffer=meshes.buffer,
                 runner=EpisodeRunner(renderer, meshes.environments, self.config.rollout, self._limits()),
                 recorder=self.recorder,
+                teachers=meshes.teachers,
+                pairs=meshes.pairs,
             )
             await Controller(self.config, parts).run()
             if self.config.trainer.export_hf:

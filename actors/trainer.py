@@ -57,6 +57,7 @@ class TrainerActor(Actor):
             seed=config.seed,
             output_dir=config.output_dir,
             device=device,
+            dpo_reference=config.replay.buffer.reference,
         )
         name = config.generator.dtype
         if name == "auto":

@@ -20,6 +20,9 @@
                      |    context) -> packed GlobalBatch        |
                      |                                          |
                      v                                          |
+   (+ pairs: ReplayChannel, fed with finished groups)       |
+                     |                                          |
+                     v                                          |
                Trainer.train_step (FSDP2/TP), version += 1      |
                      |                                          |
                      +--- publish(version) -> manifest -> update + verify log-probabilities
@@ -45,17 +48,28 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from forge_composer.batching.packing import GlobalBatch, pack_samples
+from forge_composer.batching.preference_rows import TokenPair
 from forge_composer.batching.samples import samples_from_rollout
 from forge_composer.buffers.rollout_buffer import BatchTicket, NoProgressError
 from forge_composer.config.schema import Config
 from forge_composer.hints.channel import FeedbackChannel
 from forge_composer.hints.records import Target
 from forge_composer.metrics.aggregate import group_metrics
+from forge_composer.preferences.channel import ReplayChannel
+from forge_composer.preferences.records import PreferencePair
 from forge_composer.rollout.episode import EpisodeRunner
 from forge_composer.rollout.groups import GroupSpec, advantages_of, run_group
 from forge_composer.rollout.lockstep import LockstepGate
 from forge_composer.rollout.tasks import TaskOrder
-from forge_composer.services import Environments, Generators, GroupBuffer, Sampler, Trainer
+from forge_composer.services import (
+    Environments,
+    Generators,
+    GroupBuffer,
+    PairStore,
+    Sampler,
+    TeacherReplay,
+    Trainer,
+)
 from forge_composer.types import Rollout, RolloutGroup, ScoreRequest, TrainingSample
 
 
@@ -82,6 +96,10 @@ class Recorder(Protocol):
         """Record the turns that a step distils, with their hints."""
         ...
 
+    def pairs(self, pairs: Sequence[PreferencePair]) -> None:
+        """Record preference pairs, with all that they were made from."""
+        ...
+
     def warn(self, message: str) -> None:
         """Tell the user."""
         ...
@@ -97,6 +115,8 @@ class Parts:
     buffer: GroupBuffer
     runner: EpisodeRunner
     recorder: Recorder
+    teachers: TeacherReplay | None = None
+    pairs: PairStore | None = None
 
 
 class Controller:
@@ -115,6 +135,25 @@ class Controller:
             self.feedback = FeedbackChannel(
                 config, parts.runner, parts.generators, record=recorder.targets, warn=recorder.warn
             )
+        self.replay: ReplayChannel | None = None
+        if config.loss.replay_dpo.weight > 0:
+            self.replay = self._replay_channel(parts)
+
+    def _replay_channel(self, parts: Parts) -> ReplayChannel:
+        if parts.teachers is None or parts.pairs is None:
+            raise ValueError("loss.replay_dpo.weight is above 0: the run needs teachers and a pair buffer")
+        recorder = parts.recorder
+        return ReplayChannel(
+            self.config,
+            parts.runner,
+            parts.generators,
+            parts.teachers,
+            parts.pairs,
+            parts.trainer,
+            record=recorder.pairs,
+            record_rollout=recorder.rollout,
+            warn=recorder.warn,
+        )
 
     async def run(self) -> None:
         """Publish version 0, evaluate, train, evaluate again.
@@ -139,12 +178,15 @@ class Controller:
 
     async def _stop(self, *tasks: asyncio.Task[None]) -> None:
         try:
-            await asyncio.wait_for(self.parts.buffer.close(), self.config.runtime.stop_timeout_s)
+            async with asyncio.timeout(self.config.runtime.stop_timeout_s):
+                await self.parts.buffer.close()
         except Exception as error:  # the buffer may be what failed
             self.parts.recorder.warn(f"the rollout buffer did not close: {error!r}")
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self.replay is not None:
+            await self.replay.close()
 
     # -- producing ----------------------------------------------------------------------------------
 
@@ -167,10 +209,16 @@ class Controller:
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(self._run_group(i, gate, record)) for i in group_ids]
         for task in running:
-            await self.parts.buffer.put(task.result())
+            await self._hand_in(task.result())
 
     async def _one_group(self, group_id: int) -> None:
-        group = await self._run_group(group_id, self.parts.generators, self.parts.recorder.rollout)
+        await self._hand_in(
+            await self._run_group(group_id, self.parts.generators, self.parts.recorder.rollout)
+        )
+
+    async def _hand_in(self, group: RolloutGroup) -> None:
+        if self.replay is not None:
+            self.replay.submit(group.rollouts)
         await self.parts.buffer.put(group)
 
     async def _run_group(
@@ -214,12 +262,18 @@ class Controller:
             if ticket.closed:
                 return
             metrics = self._batch_metrics(ticket)
-            samples = self._samples(ticket)
+            probe = samples = self._samples(ticket)
+            if self.config.loss.grpo.weight == 0:
+                samples = []
             if self.feedback is not None:
                 groups = [*ticket.groups, *ticket.zero_variance]
                 samples, counts = await self.feedback.add_targets(samples, groups, self.version)
                 metrics |= counts
-            if not any(any(sample.action_mask) for sample in samples):
+            pairs: list[TokenPair] = []
+            if self.replay is not None:
+                pairs, counts = await self.replay.pairs(self.version)
+                metrics |= counts
+            if not pairs and not any(any(sample.action_mask) for sample in samples):
                 untrainable += 1
                 self._untrainable(untrainable, ticket)
                 await self.parts.buffer.release(ticket.slots)
@@ -228,14 +282,15 @@ class Controller:
                 continue
             metrics |= skipped
             untrainable, skipped = 0, dict.fromkeys(skipped, 0.0)
-            metrics |= await self._update(samples)
+            metrics |= await self._update(samples, pairs, probe or samples)
             if self.feedback is not None:
                 self.feedback.watch(metrics)
             metrics |= {"time/wait_s": waited, "time/step_s": time.perf_counter() - began}
             self.parts.recorder.step(self.version, metrics)
             if self.synchronous:  # an evaluation has the sessions to itself
                 await self._after_step()
-            await self.parts.buffer.release(ticket.slots)
+            if self.version < loop.steps:  # after the last step nothing new is started
+                await self.parts.buffer.release(ticket.slots)
             if not self.synchronous:
                 await self._after_step()
 
@@ -277,19 +332,24 @@ class Controller:
         if in_a_row >= self.config.loop.max_untrainable_batches:
             raise NoProgressError(f"{message}; loop.max_untrainable_batches is reached")
 
-    async def _update(self, samples: Sequence[TrainingSample]) -> dict[str, float]:
-        """One optimizer step, and the new weights in every generator."""
+    async def _update(
+        self,
+        samples: Sequence[TrainingSample],
+        pairs: Sequence[TokenPair],
+        probe: Sequence[TrainingSample],
+    ) -> dict[str, float]:
+        """One optimizer step, and the new weights in every generator; `probe` is scored by both."""
         began = time.perf_counter()
-        batch = self._pack(samples)
+        batch = self._pack(samples, pairs)
         metrics = await self.parts.trainer.train_step(batch)
         self.version += 1
         trained = time.perf_counter()
         metrics |= {"batch/" + key: value for key, value in batch.stats().items()}
         metrics["time/train_s"] = trained - began
-        metrics |= await self._publish(samples)
+        metrics |= await self._publish(probe)
         return metrics
 
-    def _pack(self, samples: Sequence[TrainingSample]) -> GlobalBatch:
+    def _pack(self, samples: Sequence[TrainingSample], pairs: Sequence[TokenPair]) -> GlobalBatch:
         parallelism = self.config.trainer.parallelism
         return pack_samples(
             samples,
@@ -298,6 +358,7 @@ class Controller:
             rows_per_microbatch=self.config.trainer.rows_per_microbatch,
             version=self.version,
             sdpo_scale=1.0 if self.feedback is None else self.feedback.scale,
+            pairs=pairs,
         )
 
     # -- weights ------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ The run folder::
     config.toml          the resolved config
     traces/*.jsonl       every episode, as an ATIF trajectory
     targets.jsonl        the turns that were distilled, with their hints (SDPO channel)
+    pairs.jsonl          preference pairs, with all that they were made from (trace-replay channel)
+    ledger.sqlite        every call to a teacher, and what it cost (trace-replay channel)
     metrics.jsonl        one record a step and an evaluation; tensorboard/ holds the same
     summary.json         the run in a few numbers
     report.html          the run as a page
@@ -25,6 +27,8 @@ from forge_composer.metrics.display import make_display
 from forge_composer.metrics.sinks import JsonlSink, MetricsSink, TensorBoardSink
 from forge_composer.metrics.summary import SummaryBuilder, closing_line, write_summary
 from forge_composer.metrics.timing import throughput, time_shares
+from forge_composer.preferences.export import PairWriter
+from forge_composer.preferences.records import PreferencePair
 from forge_composer.report.html import write_report
 from forge_composer.traces.store import TraceWriter
 from forge_composer.types import Rollout
@@ -47,6 +51,7 @@ class RunRecorder:
             "sampling": config.generator.sampling.model_dump(),
         }
         self._traces: dict[str, TraceWriter] = {}
+        self._pairs: PairWriter | None = None
         self._sinks: list[MetricsSink] = [JsonlSink(self.folder / "metrics.jsonl")]
         if config.metrics.tensorboard:
             self._sinks.append(TensorBoardSink(self.folder / "tensorboard"))
@@ -92,6 +97,13 @@ class RunRecorder:
         """Append the targeted turns of a step, with their hints, to `targets.jsonl`."""
         write_targets(self.folder / "targets.jsonl", step, targets)
 
+    def pairs(self, pairs: Sequence[PreferencePair]) -> None:
+        """Append preference pairs to `pairs.jsonl`."""
+        if self._pairs is None:
+            self._pairs = PairWriter(self.folder / "pairs.jsonl")
+        for pair in pairs:
+            self._pairs.append(pair)
+
     def warn(self, message: str) -> None:
         """Tell the user, and keep it in the run folder."""
         self._display.warn(message)
@@ -102,6 +114,8 @@ class RunRecorder:
         """Write summary and report, close the files, and print the closing line. Returns the summary."""
         for trace in self._traces.values():
             trace.close()
+        if self._pairs is not None:
+            self._pairs.close()
         for sink in self._sinks:
             sink.close()
         summary = self._summary.build(

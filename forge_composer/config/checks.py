@@ -6,6 +6,7 @@ import importlib.util
 import os
 import re
 import shutil
+from collections import Counter
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -14,6 +15,7 @@ from forge_composer.config.errors import Problem
 from forge_composer.config.findings import Findings
 from forge_composer.config.load import Origin
 from forge_composer.config.schema import Config
+from forge_composer.teachers.local.served import local_problems
 
 RUN_FILES = ("config.toml", "metrics.jsonl", "summary.json")
 """A folder that holds one of these is a run."""
@@ -24,7 +26,7 @@ def find_problems(config: Config, origin: Origin | None = None) -> list[Problem]
     findings = Findings(config, origin or Origin())
     for rule in (_processes, _batch, _lengths, _model, _loop, _weights, _device, _launcher, _gpus):
         rule(findings)
-    for rule in (_environment, _teachers, _output_dir):
+    for rule in (_environment, _teachers, _replay, _output_dir):
         rule(findings)
     return findings.problems
 
@@ -355,6 +357,8 @@ def _not_importable(module: str, name: str) -> str | None:
 
 
 def _teachers(found: Findings) -> None:
+    for field, wrong, remedy in local_problems(found.config.teachers, found.config.local_teachers):
+        found.add(field, wrong, remedy)
     for index, teacher in enumerate(found.config.teachers):
         if teacher.api_key_env is not None and not os.environ.get(teacher.api_key_env):
             found.add(
@@ -363,6 +367,44 @@ def _teachers(found: Findings) -> None:
                 f"export {teacher.api_key_env}, or remove the teacher",
                 machine_local=True,
             )
+
+
+def _replay(found: Findings) -> None:
+    """Replay in the loop; the quorum has to be possible."""
+    config = found.config
+    if config.loss.replay_dpo.weight == 0:
+        if config.loss.grpo.weight == 0 and config.loss.sdpo.weight == 0:
+            found.add(
+                "loss.grpo.weight",
+                "every channel has weight 0: there is nothing to train on",
+                "set the weight of one channel above 0",
+                also=("loss.sdpo.weight", "loss.replay_dpo.weight"),
+            )
+        return
+    names = Counter(teacher.name for teacher in config.teachers)
+    if not names:
+        found.add(
+            "teachers",
+            "loss.replay_dpo.weight is above 0 and there is no teacher to ask",
+            "add a table [[teachers]] for each (configs/teachers_openrouter.toml), or set the weight to 0",
+            also=("loss.replay_dpo.weight",),
+        )
+        return
+    for index, teacher in enumerate(config.teachers):
+        if names[teacher.name] > 1:
+            found.add(
+                f"teachers.{index}.name",
+                "two teachers have this name",
+                "give each its own; the ledger goes by it",
+            )
+    families = {teacher.family_name for teacher in config.teachers}
+    if len(families) < config.replay.min_quorum:
+        found.add(
+            "replay.min_quorum",
+            f"the teachers are of {len(families)} model families, so that no step could give a pair",
+            "add teachers of other families, or lower replay.quorum and replay.min_quorum",
+            also=("teachers",),
+        )
 
 
 def _output_dir(found: Findings) -> None:

@@ -18,6 +18,7 @@ from forge_composer.config.hints import HintsConfig
 from forge_composer.config.replay import ReplayConfig
 from forge_composer.config.teachers import TeacherConfig
 from forge_composer.losses.config import GRPOConfig, LossConfig
+from forge_composer.teachers.local.settings import TeacherServerConfig
 
 
 class ModelConfig(Section):
@@ -325,6 +326,9 @@ class Config(Section):
     """Targeted textual feedback."""
     teachers: tuple[TeacherConfig, ...] = ()
     """Teachers for trace replay (array of tables); each one's key must be in the environment."""
+    local_teachers: TeacherServerConfig | None = None
+    """Scripted teachers of the micro tasks that the run serves itself; a teacher with
+    `base_url = "http://local/v1"` is one of them. None: none are."""
     replay: ReplayConfig = Field(default_factory=ReplayConfig)
     """Trace replay to the teachers."""
     loop: LoopConfig = Field(default_factory=LoopConfig)

@@ -34,6 +34,8 @@ class SummaryBuilder:
         self._rollouts = 0
         self._batch_rollouts = 0.0
         self._step_seconds = 0.0
+        self._teacher_calls = 0
+        self._teacher_cost_usd = 0.0
 
     def rollout(self) -> None:
         """Count one finished rollout."""
@@ -54,6 +56,10 @@ class SummaryBuilder:
                 self._logprob_diff = worst if keep else value
         self._batch_rollouts += metrics.get("rollout/count", 0.0)
         self._step_seconds += metrics.get("time/step_s", 0.0)
+        if "teachers/replies" in metrics:  # totals of the run so far
+            asked = metrics["teachers/replies"] - metrics["teachers/cached"] - metrics["teachers/not_sent"]
+            self._teacher_calls = int(asked)
+            self._teacher_cost_usd = metrics["teachers/cost_usd"]
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take the metrics of one evaluation (`aggregate.evaluation_metrics`)."""
@@ -94,8 +100,8 @@ class SummaryBuilder:
             "logprob_diff_max": _number(self._logprob_diff),
             "rollouts": self._rollouts,
             "rollouts_per_s": self._batch_rollouts / self._step_seconds if self._step_seconds > 0 else None,
-            "teacher_calls": 0,
-            "teacher_cost_usd": 0.0,
+            "teacher_calls": self._teacher_calls,
+            "teacher_cost_usd": self._teacher_cost_usd,
         } | more
 
 

@@ -13,7 +13,7 @@
 
 Nothing here holds up rollouts or training: steps are asked about by workers of their own, and a step of the
 optimizer takes the pairs that are ready. With `loop.max_policy_lag = 0` it waits for those of the rollouts
-that it is trained on, and takes the steps one by one, so that a seed fixes every number.
+that it is trained on, and takes all steps together and in order, so that a seed fixes every number.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from forge_composer.losses.schedule import scheduled_share
 from forge_composer.preferences.extraction import PairExtractor
 from forge_composer.preferences.outcome import OutcomeJudge
 from forge_composer.preferences.records import PreferencePair
+from forge_composer.preferences.replay import ReplayedStep
 from forge_composer.preferences.steps import (
     StepState,
     choose_steps,
@@ -142,32 +143,50 @@ class ReplayChannel:
             while not self._queue:
                 self._arrived.clear()
                 await self._arrived.wait()
-            await self._one(self._queue.popleft())
+            await self._keep([await self._ask(self._queue.popleft())])
 
     async def settle(self) -> None:
-        """Work off the queue, step by step, in order."""
-        while self._queue:
-            await self._one(self._queue.popleft())
+        """Work off the queue: ask about all steps, then extract in order."""
+        slots = asyncio.Semaphore(self.replay.concurrency)
 
-    async def _one(self, state: StepState) -> None:
-        """Ask about one step and keep what comes of it. What fails costs a pair and never the run."""
+        async def ask(state: StepState) -> ReplayedStep | None:
+            async with slots:
+                return await self._ask(state)
+
+        states, self._queue = list(self._queue), deque()
+        await self._keep(await asyncio.gather(*map(ask, states)))
+
+    async def _ask(self, state: StepState) -> ReplayedStep | None:
+        """The teachers' answers to a step. A service that fails costs a pair and never the run."""
         if self.resting:
-            return
+            return None
         try:
             # The record stays here: the teachers' process has no use for it.
             asked = await self.teachers.replay(dataclasses.replace(state, rollout=None))
         except Exception as error:
             self._failed(error)
-            return
+            return None
         self._failures = 0
+        return dataclasses.replace(asked, state=state)
+
+    async def _keep(self, asked: Sequence[ReplayedStep | None]) -> None:
+        """Record and store the pairs of steps."""
+        steps = [step for step in asked if step is not None]
+        results = await asyncio.gather(*map(self.extractor.extract, steps), return_exceptions=True)
+        pairs = [found for found in results if isinstance(found, PreferencePair)]
+        for error in results:
+            if isinstance(error, Exception):
+                self.counts["failed"] += 1
+                told = f"replay: a step gave no pair: {type(error).__name__}: {error}"
+                self._warn_once("extract", told)
+        if not pairs:
+            return
+        self._record(pairs)
         try:
-            found = await self.extractor.extract(dataclasses.replace(asked, state=state))
-            if isinstance(found, PreferencePair):
-                self._record([found])
-                await self.store.put([found])
+            await self.store.put(pairs)
         except Exception as error:
-            self.counts["failed"] += 1
-            self._warn_once("extract", f"replay: a step gave no pair: {type(error).__name__}: {error}")
+            self.counts["lost"] += len(pairs)
+            self._warn_once("store", f"replay: the pair buffer took no pairs (they are recorded): {error}")
 
     def _failed(self, error: Exception) -> None:
         self.counts["failed"] += 1
@@ -245,8 +264,8 @@ class ReplayChannel:
 class _Together:
     """A `Sampler` that sends the requests of one moment as one batch, in order of their ids.
 
-    What else is in a batch changes the last digits of a sum: with the steps taken one by one, this makes them
-    repeatable.
+    What else is in a batch changes the last digits of a sum: with all steps of a round taken together, this
+    makes them repeatable.
     """
 
     def __init__(self, generators: Generators) -> None:

@@ -9,6 +9,7 @@ from forge_composer.preferences.replay import ReplayedStep, StepReplayer
 from forge_composer.preferences.steps import StepState
 from forge_composer.teachers.kinds import NOT_SENT, ReplyKind
 from forge_composer.teachers.ledger import Ledger
+from forge_composer.teachers.local.served import reachable
 from forge_composer.teachers.pool import TeacherPool
 
 LEDGER = "ledger.sqlite"
@@ -16,7 +17,7 @@ LEDGER = "ledger.sqlite"
 
 
 class ReplayService:
-    """Asks the teachers of one run. For one event loop; one at a time has the run's ledger."""
+    """Asks the teachers of one run: a `TeacherReplay` (`forge_composer.services`). For one event loop."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -40,7 +41,10 @@ class ReplayService:
                     budget_usd_per_trace=budget.per_trace_usd,
                 )
             )
-            pool = await self._stack.enter_async_context(TeacherPool(config.teachers, self._ledger))
+            teachers = await self._stack.enter_async_context(
+                reachable(config.teachers, config.local_teachers)
+            )
+            pool = await self._stack.enter_async_context(TeacherPool(teachers, self._ledger))
         except BaseException:
             await self._stack.aclose()
             raise
@@ -56,7 +60,7 @@ class ReplayService:
             raise RuntimeError("the replay service is not started")
         return await self._replayer.replay(state)
 
-    def totals(self) -> dict[str, float]:
+    async def totals(self) -> dict[str, float]:
         """Of this start: `replies`, how many were `cached`, `not_sent` or `errors`; of all starts of the run:
         `cost_usd`."""
         assert self._replayer is not None

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 from forge_composer.config.errors import Problem
-from forge_composer.replay_report.settings import LOCAL_URL, ReplaySettings
+from forge_composer.replay_report.settings import ReplaySettings
+from forge_composer.teachers.local.served import local_problems
 
 
 def contradictions(settings: ReplaySettings, source: str) -> list[Problem]:
@@ -37,24 +38,14 @@ def _teachers(settings: ReplaySettings) -> _Found:
 
 
 def _local(settings: ReplaySettings) -> _Found:
-    local = {
-        index: teacher
-        for index, teacher in enumerate(settings.teachers)
-        if teacher.base_url.rstrip("/") == LOCAL_URL
-    }
-    if settings.local_teachers is None:
-        for index in local:
-            remedy = "add the table [local_teachers], or name a real endpoint"
-            yield f"teachers.{index}.base_url", LOCAL_URL, "no scripted teachers are served", remedy
-        return
-    served = [teacher.name for teacher in settings.local_teachers.teachers]
-    for index, teacher in local.items():
-        if teacher.model not in served:
-            wrong, remedy = "no scripted teacher has this name", f"there are {', '.join(served)}"
-            yield f"teachers.{index}.model", teacher.model, wrong, remedy
-    if not local:
-        remedy = f'set base_url = "{LOCAL_URL}" for a teacher, or leave the table out'
-        yield "local_teachers", "", "scripted teachers are served, and none is asked", remedy
+    for field, wrong, remedy in local_problems(settings.teachers, settings.local_teachers):
+        yield field, _value(settings, field), wrong, remedy
+
+
+def _value(settings: ReplaySettings, field: str) -> str:
+    _, _, rest = field.partition("teachers.")
+    index, _, name = rest.partition(".")
+    return str(getattr(settings.teachers[int(index)], name)) if name else ""
 
 
 def _pairs(settings: ReplaySettings) -> _Found:

@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
-from forge_composer.config.teachers import TeacherConfig
 from forge_composer.preferences.replay import OnStep, ReplayedStep, StepReplayer
 from forge_composer.preferences.steps import StepState
 from forge_composer.replay_report.questions import Question, questions
-from forge_composer.replay_report.settings import LOCAL_URL, ReplaySettings
+from forge_composer.replay_report.settings import ReplaySettings
 from forge_composer.teachers.ledger import CallRecord, Ledger
-from forge_composer.teachers.local.server import TeacherServer
+from forge_composer.teachers.local.served import reachable
 from forge_composer.teachers.pool import TeacherPool
 
 LEDGER = "ledger.sqlite"
@@ -74,7 +73,7 @@ async def ask_teachers(
             )
         )
         earlier = max((call.id for call in ledger.calls()), default=0)
-        teachers = await _reachable(settings, stack)
+        teachers = await stack.enter_async_context(reachable(settings.teachers, settings.local_teachers))
         pool = await stack.enter_async_context(TeacherPool(teachers, ledger))
         began = time.monotonic()
         steps, interrupted = await _replay(StepReplayer(pool, settings.replay), states, stop, on_step)
@@ -82,19 +81,6 @@ async def ask_teachers(
         asked = questions(settings, states)
         calls = [call for call in ledger.calls() if (call.teacher, call.request) in asked]
         return Asked(asked, steps, calls, earlier, ledger.recovered, seconds, interrupted)
-
-
-async def _reachable(settings: ReplaySettings, stack: AsyncExitStack) -> list[TeacherConfig]:
-    """The teachers; scripted ones are started, and get the address that they listen on."""
-    if settings.local_teachers is None:
-        return list(settings.teachers)
-    server = await stack.enter_async_context(TeacherServer(settings.local_teachers))
-    return [
-        teacher.model_copy(update={"base_url": server.url})
-        if teacher.base_url.rstrip("/") == LOCAL_URL
-        else teacher
-        for teacher in settings.teachers
-    ]
 
 
 async def _replay(

@@ -12,9 +12,6 @@ from forge_composer.config.replay import ReplayConfig
 from forge_composer.config.teachers import TeacherConfig
 from forge_composer.teachers.local.settings import TeacherServerConfig
 
-LOCAL_URL = "http://local/v1"
-"""`base_url` of a teacher that the command serves itself."""
-
 TraceFormatName = Literal["auto", "run", "atif", "chat", "verifiers", "swe_agent"]
 
 

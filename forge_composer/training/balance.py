@@ -56,13 +56,24 @@ class GradientGauge:
         tapped: Tensor = _Tap.apply(hidden_ND, self.gains_CD[CHANNELS.index(channel)])
         return tapped
 
-    def norms(self, data_parallel: dist.ProcessGroup | None, alpha: float) -> tuple[float, float]:
-        """Norms for GRPO and for SDPO without its weight `alpha`; the same on all ranks. A collective."""
+    def norms(
+        self, data_parallel: dist.ProcessGroup | None, alpha: float, grpo_weight: float = 1.0
+    ) -> tuple[float, float]:
+        """Norms for GRPO and for SDPO, each without its weight; the same on all ranks. A collective.
+
+        Args:
+            data_parallel: its ranks.
+            alpha: weight of SDPO in the total.
+            grpo_weight: weight of GRPO in the total.
+        """
         for group in (self._tensor_parallel, data_parallel):
             if group is not None:
                 dist.all_reduce(self.gains_CD, group=group)
         grpo, sdpo = self.gains_CD.norm(dim=1).tolist()
-        return grpo, sdpo / alpha if alpha > 0 else 0.0
+        return (
+            grpo / grpo_weight if grpo_weight > 0 else 0.0,
+            sdpo / alpha if alpha > 0 else 0.0,
+        )
 
 
 class ChannelWeight:
@@ -91,7 +102,7 @@ class ChannelWeight:
         )
 
     def observe(self, grpo_norm: float, sdpo_norm: float) -> None:
-        """Take in one step's norms, SDPO's without its weight."""
+        """Take in one step's norms, both without their weights."""
         if not (grpo_norm > 0 and sdpo_norm > 0):
             return
         ratio = min(grpo_norm / sdpo_norm, self.config.balance_max)

@@ -10,14 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from forge_composer.batching.packing import GlobalBatch, Microbatch
 from forge_composer.config.schema import LossConfig, ModelConfig, TrainerConfig
+from forge_composer.losses.schedule import scheduled_share
 from forge_composer.training import titan
 from forge_composer.training.balance import ChannelWeight, GradientGauge
 from forge_composer.training.frozen import FrozenPolicy
@@ -47,6 +49,7 @@ class PolicyTrainer:
         seed: int,
         output_dir: Path,
         device: str,
+        dpo_reference: Literal["at_insert", "initial"] = "at_insert",
     ) -> None:
         """Join the process group, build and shard the model, load its weights.
 
@@ -62,12 +65,14 @@ class PolicyTrainer:
             seed: of torch's generator; the same on all ranks.
             output_dir: the run's folder; checkpoints go to `checkpoints` in it.
             device: "cpu" or "cuda".
+            dpo_reference: what the log-ratios of preference pairs are measured from: the values that each
+                pair brings, or the policy that the run starts with, of which this holds a frozen copy.
 
         Raises:
             ValueError: the model folder or the layout is not supported; the message names field and remedy.
         """
         self.config, self.model_path, self.loss = config, model.path, loss
-        self.steps_taken = 0
+        self.steps_taken, self.total_steps = 0, total_steps
         self.attention = resolve_attention(model.attention, device)
         self.device = titan.select_device(device)
         self._owns_process_group = not dist.is_initialized()
@@ -83,7 +88,9 @@ class PolicyTrainer:
         def frozen() -> FrozenPolicy:
             return FrozenPolicy(model.path, titan_config, config, self.parallel_dims, self.device)
 
-        self.reference = frozen() if loss.grpo.kl_coef > 0 else None
+        self.with_kl = loss.grpo.weight > 0 and loss.grpo.kl_coef > 0
+        from_initial = loss.replay_dpo.weight > 0 and dpo_reference == "initial"
+        self.reference = frozen() if self.with_kl or from_initial else None
         self.teacher: SelfTeacher | None = None
         if loss.sdpo.weight > 0:
             kind = loss.sdpo.teacher
@@ -92,7 +99,8 @@ class PolicyTrainer:
         self.step = UnifiedStep(
             self.model,
             loss,
-            reference=self.reference,
+            reference=self.reference if self.with_kl else None,
+            dpo_reference=self.reference if from_initial else None,
             teacher=self.teacher,
             temperature=temperature,
             max_completion_tokens=max_completion_tokens,
@@ -162,21 +170,59 @@ class PolicyTrainer:
                 f"the batch is laid out for {batch.dp_degree} data-parallel ranks, the trainer has "
                 f"{self.dp_degree} (dp_replicate x dp_shard)"
             )
+        beta = self._beta(batch)
         self.model.train()
-        metrics = StepMetrics(self.device, with_kl=self.reference is not None)
+        with_grpo = self.loss.grpo.weight > 0
+        metrics = StepMetrics(self.device, with_kl=self.with_kl, with_grpo=with_grpo)
         alpha = 0.0 if self.teacher is None else self.channel_weight.at(self.version, batch.sdpo_scale)
         gauge = None
-        if alpha > 0 and self.channel_weight.measures:
+        if alpha > 0 and with_grpo and self.channel_weight.measures:
             gauge = GradientGauge(self.model.config.dim, self.device)
         for part in self._parts(batch):
             self.step.run(part, batch, version=self.version, alpha=alpha, metrics=metrics, gauge=gauge)
+        pairs = batch.preferences.num_pairs if beta > 0 else 0
+        if pairs:
+            self._run_pairs(batch, beta, metrics)
         distilled = batch.teacher.num_tokens if alpha > 0 else 0
-        result = metrics.reduce(self.dp_group, batch.trained_tokens, distilled)
+        result = metrics.reduce(self.dp_group, self._tokens_read(batch, alpha), distilled, pairs)
         if self.teacher is not None:
             result["sdpo/alpha"] = alpha
         if gauge is not None:
             result |= self._balance(gauge, alpha)
+        if pairs:
+            result["dpo/beta"] = beta
         return result
+
+    def _beta(self, batch: GlobalBatch) -> float:
+        """Weight of the replay channel in this step.
+
+        Raises:
+            ValueError: a pair has no reference, and there is no policy to take one from.
+        """
+        config = self.loss.replay_dpo
+        beta = config.weight * scheduled_share(config.schedule, self.version, self.total_steps)
+        if beta > 0 and self.step.dpo_reference is None:
+            bare = sum(not pair.has_reference for pair in batch.preferences.pairs)
+            if bare:
+                raise ValueError(
+                    f"{bare} preference pairs have no reference log-probabilities; score them before, or set "
+                    'replay.buffer.reference = "initial"'
+                )
+        return beta
+
+    def _run_pairs(self, batch: GlobalBatch, beta: float, metrics: StepMetrics) -> None:
+        trim, multiple = self.attention == "dense", self._length_multiple
+        for rows in batch.preferences.forwards(self.dp_rank, trim=trim, multiple=multiple):
+            self.step.run_pairs(rows, num_pairs=batch.preferences.num_pairs, beta=beta, metrics=metrics)
+
+    def _tokens_read(self, batch: GlobalBatch, alpha: float) -> int:
+        """Tokens that the metrics of a step are means over: the trained ones; with GRPO off the distilled."""
+        if self.loss.grpo.weight > 0:
+            return batch.trained_tokens
+        if alpha == 0:
+            return 0
+        places = np.ndindex(batch.num_microbatches, batch.dp_degree)
+        return sum(np.unique(batch.teacher.student_positions(*place)).size for place in places)
 
     def _parts(self, batch: GlobalBatch) -> Iterator[Microbatch]:
         """This rank's micro-batches."""
@@ -186,7 +232,7 @@ class PolicyTrainer:
 
     def _balance(self, gauge: GradientGauge, alpha: float) -> dict[str, float]:
         """Let the channels' gradient norms set the next steps' alpha."""
-        grpo, sdpo = gauge.norms(self.dp_group, alpha)
+        grpo, sdpo = gauge.norms(self.dp_group, alpha, self.loss.grpo.weight)
         self.channel_weight.observe(grpo, sdpo)
         metrics = {"sdpo/grad_norm": sdpo, "sdpo/grad_norm_grpo": grpo}
         if self.channel_weight.ratio is not None:

@@ -1,4 +1,4 @@
-"""Forward and backward of the unified loss on one micro-batch.
+"""Forward and backward of the unified loss, grpo + alpha sdpo + beta replay_dpo.
 
 ::
 
@@ -13,10 +13,14 @@
                                                                        |
                                                                     backward
 
-The student is forwarded once for both channels. A channel of weight 0, and a micro-batch without targets, run
-none of the other channel's code.
+    preference rows --> policy --> log-probabilities of both sides, summed ----> DPO --> beta x --> backward
+    frozen reference, or what the pairs bring -----------------------------------^
 
-Shape suffixes: R = rows, L = positions, N = selected tokens, T = distilled tokens.
+The student is forwarded once for both channels; preference pairs are sequences of their own, in passes of
+their own, and gradients add up. A channel of weight 0, and a micro-batch without targets, run none of the
+other channel's code; a micro-batch that no channel wants is not forwarded.
+
+Shape suffixes: R = rows, L = positions, N = selected tokens, T = distilled tokens, P = pairs.
 """
 
 from __future__ import annotations
@@ -28,10 +32,12 @@ import torch
 from torch import Tensor
 
 from forge_composer.batching.packing import GlobalBatch, Microbatch
+from forge_composer.batching.preference_rows import PreferenceRows
 from forge_composer.kernels import linear_token_logprobs
 from forge_composer.losses.composer import Channel, composer_loss
 from forge_composer.losses.config import LossConfig
 from forge_composer.losses.grpo import GRPOLoss, aggregation_weights, grpo_loss
+from forge_composer.losses.replay_dpo import ReplayDPOLoss, replay_dpo_loss, sum_logprobs
 from forge_composer.losses.sdpo import SDPOLoss, sdpo_loss, sdpo_loss_from_hidden, sdpo_token_weights
 from forge_composer.training.balance import GradientGauge
 from forge_composer.training.frozen import FrozenPolicy
@@ -64,6 +70,7 @@ class UnifiedStep:
         max_completion_tokens: int,
         logits_memory: int,
         device: torch.device,
+        dpo_reference: FrozenPolicy | None = None,
     ) -> None:
         """Take the parts.
 
@@ -76,10 +83,12 @@ class UnifiedStep:
             max_completion_tokens: Dr. GRPO's constant.
             logits_memory: bytes for logits at a time; 0 makes GRPO's all at once.
             device: of the policy.
+            dpo_reference: what the pairs' log-ratios are measured from; None: what each pair brings.
         """
         self.model, self.loss, self.reference, self.teacher = model, loss, reference, teacher
         self.temperature, self.max_completion_tokens = temperature, max_completion_tokens
         self.logits_memory, self.device = logits_memory, device
+        self.dpo_reference = dpo_reference
 
     def tensor(self, array: Any) -> Tensor:
         """An array on the policy's device."""
@@ -105,17 +114,18 @@ class UnifiedStep:
             metrics: takes in what there is to tell.
             gauge: measures the channels' gradients.
         """
+        with_grpo = self.loss.grpo.weight > 0
+        distils = self.teacher is not None and alpha > 0 and bool(part.teacher)
+        if not (with_grpo or distils):
+            return
         here = _Batch(self.tensor(part.targets_N), self.tensor(part.mask_N), self.tensor(part.logprobs_N))
-        reference_logprobs_N = self._reference_logprobs(part, here)
-        distilled: tuple[Tensor, ...] = ()
-        if self.teacher is None or alpha == 0.0 or not part.teacher:
-            logprobs_N, entropy_N = self._forward(part, self._logprobs_reader(here, gauge))
-        else:
-            with self.teacher.states(part.teacher, self.tensor) as states:
-                reader = self._distilling_reader(here, states, batch.teacher.num_tokens, gauge)
-                logprobs_N, entropy_N, *distilled = self._forward(part, reader)  # type: ignore[assignment]
-        terms = self._grpo(part, batch, here, logprobs_N, reference_logprobs_N)
-        channels = [Channel("grpo", 1.0, lambda: terms.loss)]
+        reference_logprobs_N = self._reference_logprobs(part, here) if with_grpo else None
+        logprobs_N, entropy_N, *distilled = self._read(part, batch, here, gauge, distils=distils)
+        channels: list[Channel] = []
+        terms: GRPOLoss | None = None
+        if with_grpo:
+            terms = self._grpo(part, batch, here, logprobs_N, reference_logprobs_N)
+            channels.append(Channel("grpo", self.loss.grpo.weight, lambda: terms.loss))
         if distilled:
             channels.append(Channel("sdpo", alpha, lambda: distilled[0]))
             metrics.add_distilled(*distilled)
@@ -125,11 +135,90 @@ class UnifiedStep:
             logprobs_N=logprobs_N,
             generator_logprobs_N=here.generator_logprobs_N,
             entropy_N=entropy_N,
-            mask_N=here.mask_N,
+            mask_N=here.mask_N if with_grpo else self._distilled_mask(part),
             on_policy_N=self.tensor(part.versions_N) == version,
         )
 
-    def _forward(self, part: Microbatch, reader: HeadReader) -> tuple[Tensor, ...]:
+    def _read(
+        self,
+        part: Microbatch,
+        batch: GlobalBatch,
+        here: _Batch,
+        gauge: GradientGauge | None,
+        *,
+        distils: bool,
+    ) -> tuple[Tensor, ...]:
+        """Log-probabilities and entropies and, where it distils, SDPO's loss and what it was made of."""
+        if self.teacher is None or not distils:
+            return self._forward(part, self._logprobs_reader(here, gauge))
+        with self.teacher.states(part.teacher, self.tensor) as states:
+            reader = self._distilling_reader(here, states, batch.teacher.num_tokens, gauge)
+            return self._forward(part, reader)
+
+    def _distilled_mask(self, part: Microbatch) -> Tensor:
+        """Which of the selected tokens are distilled."""
+        mask_N = torch.zeros(len(part.select_N), dtype=torch.bool, device=self.device)
+        for rows in part.teacher:
+            mask_N[self.tensor(rows.student_N)] = True
+        return mask_N
+
+    def run_pairs(self, rows: PreferenceRows, *, num_pairs: int, beta: float, metrics: StepMetrics) -> None:
+        """Forward and backward of one pass of preference pairs. A collective over all ranks.
+
+        Args:
+            rows: this rank's pass.
+            num_pairs: of the global batch: the divisor.
+            beta: weight of the channel, above 0.
+            metrics: takes in what there is to tell.
+        """
+        reader = token_logprobs_reader(
+            self.tensor(rows.targets_N),
+            temperature=self.tensor(rows.temperatures_N),
+            memory_budget=self.logits_memory,
+        )
+        references_2P = self.tensor(rows.references_2P)
+        if self.dpo_reference is not None:
+            logprobs_N, _ = self.dpo_reference.read(
+                self.tensor(rows.token_ids_RL),
+                self.tensor(rows.positions_RL),
+                self.tensor(rows.select_N),
+                reader,
+            )
+            references_2P = self._sides(rows, logprobs_N)
+        logprobs_N, _ = self._forward(rows, reader)
+        terms = self._replay_dpo(rows, self._sides(rows, logprobs_N), references_2P, num_pairs)
+        composer_loss([Channel("replay_dpo", beta, lambda: terms.loss)]).total.backward()
+        metrics.add_pairs(terms, self.tensor(rows.mask_P))
+
+    def _sides(self, rows: PreferenceRows, logprobs_N: Tensor) -> Tensor:
+        """Log-probabilities of chosen and rejected sides, [2, P]. Summed in float64: what counts are the
+        differences of large sums."""
+        sums_S = sum_logprobs(
+            logprobs_N.double(),
+            self.tensor(rows.mask_N),
+            self.tensor(rows.sequence_N),
+            num_sequences=2 * len(rows.mask_P),
+        )
+        return sums_S.view(-1, 2).T
+
+    def _replay_dpo(
+        self, rows: PreferenceRows, sides_2P: Tensor, references_2P: Tensor, num_pairs: int
+    ) -> ReplayDPOLoss:
+        lengths_2P = self.tensor(rows.lengths_2P)
+        return replay_dpo_loss(
+            sides_2P[0],
+            sides_2P[1],
+            references_2P[0],
+            references_2P[1],
+            self.tensor(rows.weights_P),
+            self.tensor(rows.mask_P),
+            config=self.loss.replay_dpo,
+            divisor=num_pairs,
+            chosen_lengths_P=lengths_2P[0],
+            rejected_lengths_P=lengths_2P[1],
+        )
+
+    def _forward(self, part: Microbatch | PreferenceRows, reader: HeadReader) -> tuple[Tensor, ...]:
         positions_RL = self.tensor(part.positions_RL)
         result: tuple[Tensor, ...] = self.model(
             self.tensor(part.token_ids_RL),

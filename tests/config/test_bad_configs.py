@@ -17,6 +17,12 @@ from forge_composer.config import ConfigError, load, machine
 
 Write = Callable[..., Path]
 
+
+def _teacher(name: str, **fields: Any) -> dict[str, Any]:
+    price = {"input": 1.0, "output": 1.0}
+    return {"name": name, "model": "m/1", "base_url": "http://localhost/v1", "price": price} | fields
+
+
 # changed fields -> field named, value shown, words of the explanation, words of the remedy
 FILES: dict[str, tuple[dict[str, Any], str, str, str, str]] = {
     "unknown key": (
@@ -140,6 +146,62 @@ FILES: dict[str, tuple[dict[str, Any], str, str, str, str]] = {
         "",
         "required",
         "Base URL",
+    ),
+    "no teacher to ask": (
+        {"loss__replay_dpo__weight": 0.5},
+        "teachers",
+        "[]",
+        "no teacher to ask",
+        "add a table [[teachers]]",
+    ),
+    "one family": (
+        {"loss__replay_dpo__weight": 0.5, "teachers": [_teacher("a"), _teacher("b")]},
+        "replay.min_quorum",
+        "2",
+        "of 1 model families",
+        "add teachers of other families",
+    ),
+    "two teachers of a name": (
+        {"loss__replay_dpo__weight": 0.5, "teachers": [_teacher("a"), _teacher("a", model="n/1")]},
+        "teachers.0.name",
+        '"a"',
+        "two teachers have this name",
+        "give each its own",
+    ),
+    "quorums": (
+        {"replay__quorum": 2, "replay__min_quorum": 3},
+        "replay",
+        "",
+        "min_quorum = 3 is above quorum = 2",
+        "",
+    ),
+    "scripted teachers that are not served": (
+        {"teachers": [_teacher("a", base_url="http://local/v1")]},
+        "teachers.0.base_url",
+        '"http://local/v1"',
+        "no scripted teachers are served",
+        "add the table [local_teachers]",
+    ),
+    "scripted teacher of no name": (
+        {"teachers": [_teacher("a", base_url="http://local/v1")], "local_teachers": {}},
+        "teachers.0.model",
+        '"m/1"',
+        "no scripted teacher has this name",
+        "there are scripted/strong",
+    ),
+    "scripted teachers for nobody": (
+        {"local_teachers": {"seed": 1}},
+        "local_teachers",
+        "seed",
+        "none is asked",
+        "leave the table out",
+    ),
+    "no channel": (
+        {"loss__grpo__weight": 0.0},
+        "loss.grpo.weight",
+        "0.0",
+        "every channel has weight 0",
+        "above 0",
     ),
     "transport on CPU": (
         {"weights__transport": "vllm"},

@@ -10,6 +10,9 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, Valida
 
 from forge_composer._section import Section
 
+LOCAL_URL = "http://local/v1"
+"""`base_url` of a teacher that a command or a run serves itself."""
+
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Style = Literal["plain", "indented", "quoted"]
 Table = TypeVar("Table", bound=Section)

@@ -17,7 +17,9 @@ import psutil
 import pytest
 
 from forge_composer.metrics.sinks import read_metrics, without_times
+from forge_composer.preferences.export import PairReader
 from forge_composer.rendering.renderer import ChatRenderer
+from forge_composer.teachers.ledger import read_calls
 from forge_composer.traces.store import TraceReader
 from forge_composer.traces.verify import verify_rollout
 
@@ -25,9 +27,10 @@ SMALL = (
     "--loop.steps", "3", "--loop.groups_per_step", "3", "--rollout.group_size", "4",
     "--loop.eval_tasks", "12", "--metrics.display", "plain",
 )  # fmt: skip
-BOTH_CHANNELS = (
+ALL_CHANNELS = (
+    "--loop.max_policy_lag", "0",
     "--loss.sdpo.weight", "0.5", "--loss.sdpo.balance", "grad_norm", "--loss.sdpo.measure_after_every", "2",
-    "--hints.regrade_fraction", "0.5",
+    "--hints.regrade_fraction", "0.5", "--replay.audit_fraction", "0.2",
 )  # fmt: skip
 LIMIT_S = 280
 STARTED: list[subprocess.Popen[str]] = []
@@ -74,7 +77,7 @@ def summary_of(folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def sync_run(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "sync"
-    process = start(checkout, folder, *BOTH_CHANNELS)
+    process = start(checkout, folder, *ALL_CHANNELS, config="cpu_composer")
     output = finish(process)
     assert process.returncode == 0, output
     return folder
@@ -126,6 +129,28 @@ def test_hints_are_measured(sync_run: Path) -> None:
     assert steps[1]["sdpo/jsd_change"] < 0
 
 
+def test_failed_steps_are_replayed_and_paired(sync_run: Path) -> None:
+    """Each step trains on pairs; they are all written down with their votes, and every call is in the
+    ledger."""
+    steps = [record for record in read_metrics(sync_run / "metrics.jsonl") if record["kind"] == "step"]
+    pairs = list(PairReader(sync_run / "pairs.jsonl"))
+    assert len(pairs) == steps[-1]["replay/pairs"] == steps[-1]["pairs/inserted"]
+    assert sum(pair.source == "student" for pair in pairs) == steps[-1]["replay/pairs_student"]
+    for record in steps:
+        assert record["dpo/pairs"] == record["batch/pairs"] > 0
+        assert record["dpo/beta"] == pytest.approx(0.1)
+    assert steps[0]["dpo/margin"] == 0.0  # the reference is the policy as the pairs came in
+    assert steps[-1]["replay/audit_pairs"] > 0
+    for pair in pairs:
+        assert pair.tokens is not None
+        assert len(pair.families) >= 2
+        assert {vote.kind for vote in pair.votes} == {"ok"}
+    calls = read_calls(sync_run / "ledger.sqlite")
+    summary = summary_of(sync_run)
+    assert summary["teacher_calls"] == len(calls) > 0
+    assert summary["teacher_cost_usd"] == pytest.approx(sum(call.counted_nano_usd for call in calls) / 1e9)
+
+
 def test_every_trace_parses_and_renders_to_its_token_ids(sync_run: Path, checkout: Path) -> None:
     reader = TraceReader(sync_run / "traces")
     rollouts = list(reader)
@@ -146,7 +171,7 @@ def test_the_export_is_the_trained_policy(sync_run: Path, checkout: Path) -> Non
 
 
 def test_the_same_seed_gives_the_same_metrics(sync_run: Path, checkout: Path, tmp_path: Path) -> None:
-    process = start(checkout, tmp_path / "again", *BOTH_CHANNELS)
+    process = start(checkout, tmp_path / "again", *ALL_CHANNELS, config="cpu_composer")
     output = finish(process)
     assert process.returncode == 0, output
     first, second = (

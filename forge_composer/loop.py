@@ -50,6 +50,7 @@ from typing import Protocol
 from forge_composer.batching.packing import GlobalBatch, pack_samples
 from forge_composer.batching.preference_rows import TokenPair
 from forge_composer.batching.samples import samples_from_rollout
+from forge_composer.buffers.pair_files import save_pairs
 from forge_composer.buffers.rollout_buffer import BatchTicket, NoProgressError
 from forge_composer.config.schema import Config
 from forge_composer.hints.channel import FeedbackChannel
@@ -297,10 +298,17 @@ class Controller:
     async def _after_step(self) -> None:
         every = self.config.trainer.checkpoint_every
         if every and self.version % every == 0:
-            await self.parts.trainer.save_checkpoint(self.version)
+            await self._save_checkpoint()
         every = self.config.loop.eval_every
         if every and self.version % every == 0 and self.version < self.config.loop.steps:
             await self.evaluate()
+
+    async def _save_checkpoint(self) -> None:
+        await self.parts.trainer.save_checkpoint(self.version)
+        if self.parts.pairs is not None:
+            state = await self.parts.pairs.state_dict()
+            folder, keep = self.config.output_dir / "checkpoints", self.config.trainer.keep_checkpoints
+            await asyncio.to_thread(save_pairs, folder, self.version, state, keep=keep)
 
     def _samples(self, ticket: BatchTicket) -> list[TrainingSample]:
         samples: list[TrainingSample] = []

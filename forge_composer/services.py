@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from forge_composer.batching.packing import GlobalBatch
@@ -151,4 +151,12 @@ class PairStore(Protocol):
 
     async def stats(self) -> dict[str, float]:
         """Counts, by name."""
+        ...
+
+    async def state_dict(self) -> dict[str, Any]:
+        """Everything, in JSON's types."""
+        ...
+
+    async def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave."""
         ...

@@ -115,7 +115,7 @@ class PreferenceBatch:
     def pack(
         cls, pairs: Sequence[TokenPair], *, seq_len: int, dp_degree: int, rows_per_forward: int
     ) -> PreferenceBatch:
-        """Deal pairs out to as few forward passes as hold them, evenly over passes and ranks.
+        """Deal pairs out to the fewest forward passes that this fills, evenly over passes and ranks.
 
         The longest pair comes first, each to the pass with the fewest tokens that has room for it. With one
         row to a pass, a pair whose sides do not share a row gets a pass of two rows. The result depends on
@@ -126,7 +126,7 @@ class PreferenceBatch:
         if kept:
             order = sorted(range(len(kept)), key=lambda index: (-sum(kept[index].lengths), index))
             tokens = sum(sum(pair.lengths) for pair in kept)
-            count = -(-tokens // (seq_len * rows_per_forward * dp_degree))
+            count = -(-tokens // (seq_len * max(2, rows_per_forward) * dp_degree))
             while not batch._deal(order, count, dp_degree):
                 count += 1
         return batch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from forge_composer.batching.packing import GlobalBatch, pack_samples
+from forge_composer.batching.preference_rows import TokenPair
 from forge_composer.config.schema import (
     GRPOConfig,
     LossConfig,
@@ -22,7 +23,7 @@ from forge_composer.config.schema import (
     SchedulerConfig,
     TrainerConfig,
 )
-from forge_composer.losses.config import SDPOConfig
+from forge_composer.losses.config import ReplayDPOConfig, SDPOConfig
 from forge_composer.training.policy_trainer import PolicyTrainer
 from forge_composer.types import ScoreRequest, TrainingSample
 from tests.training.ranks import free_port, rank_environment
@@ -34,7 +35,12 @@ SEQ_LEN = 48
 def make_trainer(folder: Path, output_dir: Path, **options: Any) -> PolicyTrainer:
     """A float32 trainer on CPU; `options` are those of the config sections, by name."""
     layout = ParallelismConfig(**options.pop("layout", {}))
-    loss = LossConfig(grpo=GRPOConfig(**options.pop("grpo", {})), sdpo=SDPOConfig(**options.pop("sdpo", {})))
+    loss = LossConfig(
+        grpo=GRPOConfig(**options.pop("grpo", {})),
+        sdpo=SDPOConfig(**options.pop("sdpo", {})),
+        replay_dpo=ReplayDPOConfig(**options.pop("replay_dpo", {})),
+    )
+    dpo_reference = options.pop("dpo_reference", "at_insert")
     optimizer = OptimizerConfig(**({"lr": 1e-3} | options.pop("optimizer", {})))
     scheduler = SchedulerConfig(**options.pop("scheduler", {}))
     total_steps = options.pop("total_steps", 10)
@@ -61,6 +67,7 @@ def make_trainer(folder: Path, output_dir: Path, **options: Any) -> PolicyTraine
         seed=0,
         output_dir=output_dir,
         device="cpu",
+        dpo_reference=dpo_reference,
     )
 
 
@@ -106,8 +113,16 @@ def make_samples(count: int = 9, *, seed: int = 0) -> list[TrainingSample]:
     return samples
 
 
-def make_batch(samples: list[TrainingSample], *, dp_degree: int = 1, rows: int = 4) -> GlobalBatch:
-    return pack_samples(samples, seq_len=SEQ_LEN, dp_degree=dp_degree, rows_per_microbatch=rows, version=0)
+def make_batch(
+    samples: list[TrainingSample],
+    pairs: Sequence[TokenPair] = (),
+    *,
+    dp_degree: int = 1,
+    rows: int = 4,
+) -> GlobalBatch:
+    return pack_samples(
+        samples, seq_len=SEQ_LEN, dp_degree=dp_degree, rows_per_microbatch=rows, version=0, pairs=pairs
+    )
 
 
 def full_gradients(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:

@@ -123,6 +123,19 @@ def test_hint_cannot_close_a_turn() -> None:
     assert len(ends) == len(plain) + 1  # its own message's end and no other
 
 
+@pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.parametrize("source", ["template", "sibling", "feedback", "judge"])
+@pytest.mark.parametrize("hint", ["", " ", "\n\t "])
+def test_an_empty_hint_is_never_a_target(position: HintPosition, source: str, hint: str) -> None:
+    """Dropped with its reason, whatever wrote it and wherever it would stand: no divergence, no gradient."""
+    renderer = make_renderer()
+    rollout = make_rollout(script=[CALL, CALL], renderer=renderer)
+    none = Misaligned(rollout.rollout_id, 1, "no hint")
+    assert build(rollout, renderer, position, turn=1, hint=hint, source=source) == none
+    contexts = TeacherContexts(renderer, position, max_tokens=10_000)
+    assert contexts.whole(rollout, Target(rollout.rollout_id, 1, "test_failed", hint, source)) == [none]
+
+
 def test_what_cannot_be_aligned_is_told() -> None:
     renderer = make_renderer()
     rollout = make_rollout(script=[CALL, CALL], renderer=renderer)

@@ -73,7 +73,7 @@ def make_trainer(options: argparse.Namespace, model: Path, output: Path, kind: s
     sdpo = SDPOConfig() if kind == "grpo" else SDPOConfig(weight=1.0, teacher=kind)  # type: ignore[arg-type]
     config = TrainerConfig(
         dtype="float32",
-        seq_len=LENGTH,
+        seq_len=LENGTH + HINT,
         rows_per_microbatch=options.rows,
         logits_memory_mib=options.budget_mib,
     )
@@ -102,7 +102,7 @@ def measure(options: argparse.Namespace, model: Path, output: Path) -> list[dict
     batches = {
         kind: pack_samples(
             make_samples(options.rollouts, options.vocab, targets=kind != "grpo"),
-            seq_len=LENGTH,
+            seq_len=LENGTH + HINT,
             dp_degree=1,
             rows_per_microbatch=options.rows,
             version=0,

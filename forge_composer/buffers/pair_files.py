@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from forge_composer._files import write_whole
 
 
 def save_pairs(folder: Path, step: int, state: Mapping[str, Any], *, keep: int) -> Path:
@@ -18,11 +19,8 @@ def save_pairs(folder: Path, step: int, state: Mapping[str, Any], *, keep: int) 
         state: what `PairBuffer.state_dict` gave.
         keep: files that stay, at least 1.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     target = _path(folder, step)
-    draft = target.with_suffix(".tmp")
-    draft.write_text(json.dumps(state, ensure_ascii=False), encoding="utf-8", errors="surrogatepass")
-    os.replace(draft, target)
+    write_whole(target, json.dumps(state, ensure_ascii=False), errors="surrogatepass")
     for step_number in _steps(folder)[:-keep]:
         _path(folder, step_number).unlink(missing_ok=True)
     return target

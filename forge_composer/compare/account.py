@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from forge_composer._files import write_whole
 from forge_composer.compare.analysis import compare
 from forge_composer.compare.curves import read_run, run_status
 from forge_composer.compare.experiment import Experiment
@@ -61,8 +61,5 @@ def write_account(account: Account, *, results: Path, page: Path) -> Path:
     tables = results.with_suffix(".md")
     text = json.dumps(as_json(account), indent=1, allow_nan=False) + "\n"
     for path, content in ((results, text), (tables, markdown(account)), (page, render_page(account))):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(path.name + ".tmp")
-        draft.write_text(content, encoding="utf-8")
-        os.replace(draft, path)
+        write_whole(path, content)
     return tables

@@ -5,9 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import plotly.graph_objects as go
-import plotly.io
-from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
 
 from forge_composer.compare.analysis import Arm, Comparison
 from forge_composer.compare.curves import smooth
@@ -19,10 +16,8 @@ from forge_composer.compare.output import (
     arm_rows,
     difference_rows,
 )
-
-# Okabe and Ito's colours, which colour-blind readers can tell apart.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_CONFIG = {"displaylogo": False, "responsive": True}
+from forge_composer.report import plots
+from forge_composer.report.templates import fill_page
 
 
 def render_page(account: Account) -> str:
@@ -33,25 +28,12 @@ def render_page(account: Account) -> str:
         ("Rollouts to the threshold, by seed", _times(comparison)),
         (f"Difference from {comparison.experiment.baseline}, by seed", _differences(comparison)),
     ]
-    plots = [
-        (
-            title,
-            Markup(plotly.io.to_html(figure, full_html=False, include_plotlyjs=not index, config=_CONFIG)),
-        )
-        for index, (title, figure) in enumerate(figures)
-    ]
-    environment = Environment(
-        loader=PackageLoader("forge_composer.compare", "."),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("page.html.jinja").render(
+    return fill_page(
+        "forge_composer.compare",
         name=comparison.experiment.name,
         heading=account.heading,
         verdict=account.verdict,
-        plots=plots,
+        plots=plots.sections(figures),
         tables=[
             ("Arms", ARM_COLUMNS, arm_rows(comparison)),
             ("Differences", DIFFERENCE_COLUMNS, difference_rows(comparison)),
@@ -67,7 +49,7 @@ def _curves(comparison: Comparison) -> go.Figure:
     for index, arm in enumerate(comparison.arms):
         if arm.band is None:
             continue
-        colour = _COLOURS[index % len(_COLOURS)]
+        colour = plots.colour(index)
         x = arm.band.rollouts.tolist()
         if len(arm.seeds) > 1:
             edge = arm.band.high.tolist() + arm.band.low.tolist()[::-1]
@@ -120,7 +102,7 @@ def _times(comparison: Comparison) -> go.Figure:
             mode="markers",
             showlegend=False,
             marker={
-                "color": _COLOURS[index % len(_COLOURS)],
+                "color": plots.colour(index),
                 "size": 10,
                 "symbol": ["circle" if found else "triangle-right-open" for found in reached],
             },
@@ -137,7 +119,7 @@ def _differences(comparison: Comparison) -> go.Figure:
     figure = _figure(TITLES[endpoint], None)
     names = [arm.name for arm in comparison.arms]
     for difference in comparison.of(endpoint):
-        colour = _COLOURS[names.index(difference.arm) % len(_COLOURS)]
+        colour = plots.colour(names.index(difference.arm))
         figure.add_scatter(
             x=list(difference.by_seed.values()),
             y=[difference.arm] * len(difference.by_seed),
@@ -165,8 +147,4 @@ def _differences(comparison: Comparison) -> go.Figure:
 
 
 def _figure(x_title: str, y_title: str | None) -> Any:
-    margin = {"l": 60, "r": 20, "t": 20, "b": 50}
-    figure = go.Figure(layout={"template": "plotly_white", "margin": margin, "height": 420})
-    figure.update_xaxes(title=x_title)
-    figure.update_yaxes(title=y_title)
-    return figure
+    return plots.figure(x_title, y_title, height=420, top=20)

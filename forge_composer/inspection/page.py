@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
+from forge_composer._files import write_whole
 from forge_composer.inspection.records import Inspection, TargetView, TokenView, Unaligned
 from forge_composer.inspection.text import marked, visible
 from forge_composer.inspection.wording import (
@@ -19,6 +17,7 @@ from forge_composer.inspection.wording import (
     summary_rows,
     target_facts,
 )
+from forge_composer.report.templates import fill_page
 
 LONGEST_TEXT = 20_000
 """Characters of a context that the page shows; what is furthest from the hint is left out."""
@@ -30,23 +29,14 @@ def write_page(inspection: Inspection, file: Path) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    file.parent.mkdir(parents=True, exist_ok=True)
-    draft = file.with_name(f"{file.name}.tmp")
-    draft.write_text(render_page(inspection), encoding="utf-8", errors="replace")
-    os.replace(draft, file)
+    write_whole(file, render_page(inspection), errors="replace")
 
 
 def render_page(inspection: Inspection) -> str:
     """The page as text."""
-    environment = Environment(
-        loader=PackageLoader("forge_composer.inspection", "."),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"visible": visible, "marked": marked}
-    return environment.get_template("page.html.jinja").render(
+    return fill_page(
+        "forge_composer.inspection",
+        filters={"visible": visible, "marked": marked},
         name=inspection.run.resolve().name,
         heading=heading(inspection),
         edges=legend_edges(),

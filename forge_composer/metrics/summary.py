@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from forge_composer._files import write_whole
 from forge_composer.metrics.aggregate import LAG_PREFIX
 from forge_composer.metrics.sinks import finite_or_none
 
@@ -107,10 +107,7 @@ class SummaryBuilder:
 
 def write_summary(path: str | Path, summary: Mapping[str, Any]) -> None:
     """Write the summary as JSON, whole or not at all."""
-    target = Path(path)
-    draft = target.with_name(target.name + ".tmp")
-    draft.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    os.replace(draft, target)
+    write_whole(Path(path), json.dumps(summary, indent=2, allow_nan=False) + "\n")
 
 
 def closing_line(summary: Mapping[str, Any], folder: str | Path) -> str:

@@ -5,57 +5,26 @@ with PairWriter("pairs.jsonl") as writer:
 reader = PairReader("pairs.jsonl")
 write_trl("pairs_trl.jsonl", reader)
 
-Our file keeps everything: both sides as actions and as tokens, all votes, the cost. A line is there as a
-whole or not at all: each goes to the kernel in one write, so that a killed process leaves at most one torn
-line, the last. The next writer ends that line; the reader skips and reports it.
+Our file keeps everything: both sides as actions and as tokens, all votes, the cost. A killed writer leaves at
+most one torn line, the last; the reader skips and reports it.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
+from forge_composer._files import LineWriter
 from forge_composer.preferences.codec import PairFormatError, dumps, pair_from_json, pair_to_json
 from forge_composer.preferences.records import PreferencePair
 from forge_composer.rendering.tool_calls import to_message
 from forge_composer.traces.store import TornLine
 
 
-class PairWriter:
+class PairWriter(LineWriter):
     """Appends pairs to one file. One writer a file: a second one is refused."""
-
-    def __init__(self, path: str | Path, *, fsync: bool = False) -> None:
-        """Open or continue a file; folders are made.
-
-        Args:
-            path: the JSONL file.
-            fsync: wait for the disk after each line, so that a line also survives a power cut.
-
-        Raises:
-            BlockingIOError: another process is writing to the file.
-        """
-        self.path = Path(path)
-        self.count = 0
-        """Lines appended by this writer."""
-        self._fsync = fsync
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._fd)
-            raise BlockingIOError(f"{self.path} is being written by another process") from None
-        self._end_torn_line()
-
-    def _end_torn_line(self) -> None:
-        size = os.fstat(self._fd).st_size
-        if size and os.pread(self._fd, 1, size - 1) != b"\n":
-            os.write(self._fd, b"\n")
 
     def append(self, pair: PreferencePair) -> None:
         """Append one pair.
@@ -64,32 +33,7 @@ class PairWriter:
             OSError: the line could not be written (disk full); nothing of it is left in the file.
             TypeError: `info`, a message or an argument holds what is not JSON.
         """
-        line = dumps(pair_to_json(pair)) + b"\n"
-        before = os.fstat(self._fd).st_size
-        written = 0
-        try:
-            while written < len(line):  # a single round, unless the disk is full
-                written += os.write(self._fd, line[written:])
-        except OSError:
-            os.ftruncate(self._fd, before)
-            raise
-        if self._fsync:
-            os.fsync(self._fd)
-        self.count += 1
-
-    def close(self) -> None:
-        """Close the file; may be called again."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def __enter__(self) -> PairWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        self.append_line(dumps(pair_to_json(pair)))
 
 
 class PairReader:

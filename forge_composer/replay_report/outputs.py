@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from forge_composer._files import replacing, write_whole
 from forge_composer.preferences.export import PairWriter, write_trl
 from forge_composer.replay_report.as_json import to_json
 from forge_composer.replay_report.page import render_page
@@ -46,27 +45,11 @@ class Outputs:
 def write_outputs(report: Report, outputs: Outputs) -> None:
     """Write numbers, page and pairs."""
     text = json.dumps(to_json(report), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-    _replace(outputs.numbers, lambda file: _write(file, text))
-    _replace(outputs.page, lambda file: _write(file, render_page(report)))
-    _replace(outputs.pairs, lambda file: _write_pairs(file, report))
-    if outputs.trl is not None:
-        _replace(outputs.trl, lambda file: write_trl(file, report.pairs.made))
-
-
-def _replace(file: Path, write: Callable[[Path], object]) -> None:
-    new = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        write(new)
-        new.replace(file)
-    finally:
-        new.unlink(missing_ok=True)
-
-
-def _write(file: Path, text: str) -> None:
-    file.write_text(text, encoding="utf-8", errors="replace")
-
-
-def _write_pairs(file: Path, report: Report) -> None:
-    with PairWriter(file) as writer:
+    write_whole(outputs.numbers, text, errors="replace")
+    write_whole(outputs.page, render_page(report), errors="replace")
+    with replacing(outputs.pairs) as file, PairWriter(file) as writer:
         for pair in report.pairs.made:
             writer.append(pair)
+    if outputs.trl is not None:
+        with replacing(outputs.trl) as file:
+            write_trl(file, report.pairs.made)

@@ -5,16 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import plotly.graph_objects as go
-import plotly.io
-from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
 
 from forge_composer.replay_report.report import Report
 from forge_composer.replay_report.tables import notes, tables, verdict
+from forge_composer.report import plots
+from forge_composer.report.templates import fill_page
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_CONFIG = {"displaylogo": False, "responsive": True}
 _BINS = 40
 _MOST_BAD_LINES = 50
 
@@ -27,26 +23,13 @@ def render_page(report: Report) -> str:
         ("Agreement by teacher pair", _agreement(report)),
         ("Pairs a trace", _pairs(report)),
     ]
-    plots = [
-        (
-            title,
-            Markup(plotly.io.to_html(figure, full_html=False, include_plotlyjs=not index, config=_CONFIG)),
-        )
-        for index, (title, figure) in enumerate(figures)
-    ]
-    environment = Environment(
-        loader=PackageLoader("forge_composer.replay_report", "."),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("page.html.jinja").render(
+    return fill_page(
+        "forge_composer.replay_report",
         name=report.settings.name,
         verdict=verdict(report),
         holds=report.holds,
         tables=[table for table in tables(report) if table[2]],
-        plots=plots,
+        plots=plots.sections(figures),
         notes=notes(report),
         bad_lines=[str(line) for line in report.gathered.bad_lines[:_MOST_BAD_LINES]],
     )
@@ -60,7 +43,7 @@ def _latencies(report: Report) -> go.Figure:
             x=list(numbers.latencies),
             name=numbers.name,
             opacity=0.6,
-            marker_color=_COLOURS[index % len(_COLOURS)],
+            marker_color=plots.colour(index),
             xbins={"start": 0.0, "end": longest * 1.0001 or 1.0, "size": (longest or 1.0) / _BINS},
         )
     figure.update_layout(barmode="overlay")
@@ -80,7 +63,7 @@ def _costs(report: Report) -> go.Figure:
             y=[numbers.name],
             orientation="h",
             showlegend=False,
-            marker_color=_COLOURS[index % len(_COLOURS)],
+            marker_color=plots.colour(index),
             text=[f"{cost / total:.1%}" if total else ""],
             hovertemplate="%{y}: %{x:.6f} USD<extra></extra>",
         )
@@ -117,7 +100,7 @@ def _agreement(report: Report) -> go.Figure:
 def _pairs(report: Report) -> go.Figure:
     counts = list(report.pairs.by_trace.values())
     figure = _figure("pairs", "traces")
-    figure.add_histogram(x=counts, marker_color=_COLOURS[0], showlegend=False, xbins={"size": 1})
+    figure.add_histogram(x=counts, marker_color=plots.COLOURS[0], showlegend=False, xbins={"size": 1})
     limit = report.settings.replay.limits.pairs_per_trace
     figure.add_vline(
         x=limit, line={"dash": "dot", "color": "#888"}, annotation_text=f"limit of the mean {limit:g}"
@@ -126,8 +109,6 @@ def _pairs(report: Report) -> go.Figure:
 
 
 def _figure(x_title: str | None, y_title: str | None) -> Any:
-    margin = {"l": 60, "r": 20, "t": 30, "b": 50}
-    figure = go.Figure(layout={"template": "plotly_white", "margin": margin, "height": 380})
-    figure.update_xaxes(title=x_title)
-    figure.update_yaxes(title=y_title, automargin=True)
-    return figure
+    plot = plots.figure(x_title, y_title, height=380, top=30)
+    plot.update_yaxes(automargin=True)
+    return plot

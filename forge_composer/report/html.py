@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from forge_composer._files import write_whole
 from forge_composer.metrics.aggregate import is_success, lookup
 from forge_composer.metrics.sinks import read_metrics
 from forge_composer.metrics.summary import duration
 from forge_composer.report.charts import Chart, Mark, Series, histogram
+from forge_composer.report.templates import fill_page
 from forge_composer.traces.store import TraceReader
 from forge_composer.types import Rollout
 
@@ -80,9 +80,7 @@ def write_report(run_dir: str | Path) -> Path:
     """
     folder = Path(run_dir)
     page = folder / "report.html"
-    draft = folder / "report.html.tmp"
-    draft.write_text(render_report(folder), encoding="utf-8", errors="replace")
-    os.replace(draft, page)
+    write_whole(page, render_report(folder), errors="replace")
     return page
 
 
@@ -94,14 +92,8 @@ def render_report(folder: Path) -> str:
     records = list(read_metrics(metrics_file))
     summary = _summary(folder / "summary.json")
     rollouts, notes = _last_rollouts(folder / "traces")
-    environment = Environment(
-        loader=PackageLoader("forge_composer.report", "."),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("page.html.jinja").render(
+    return fill_page(
+        "forge_composer.report",
         name=folder.resolve().name,
         tiles=_tiles(summary),
         charts=charts(records),

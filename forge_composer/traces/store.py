@@ -1,21 +1,18 @@
 """Append-only JSONL of trajectories: a line is there as a whole or not at all.
 
-The writer hands each line to the kernel in one `write` on a file opened with O_APPEND, so a killed
-process leaves at most one torn line, the last. The next writer ends that line and goes on below it; the
-reader skips torn lines and reports them.
+A killed writer leaves at most one torn line, the last (`forge_composer._files.LineWriter`); the reader skips
+torn lines and reports them.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
+from forge_composer._files import LineWriter
 from forge_composer.traces.atif import (
     TraceFormatError,
     rollout_from_trajectory,
@@ -25,7 +22,7 @@ from forge_composer.traces.atif import (
 from forge_composer.types import Rollout
 
 
-class TraceWriter:
+class TraceWriter(LineWriter):
     """Appends rollouts to one trace file. One writer a file: a second one is refused.
 
     Example:
@@ -54,24 +51,8 @@ class TraceWriter:
         Raises:
             BlockingIOError: another process is writing to the file.
         """
-        self.path = Path(path)
-        self.count = 0
-        """Lines appended by this writer."""
+        super().__init__(path, fsync=fsync)
         self._about: dict[str, Any] = {"run": run, "model": model, "sampling": sampling}
-        self._fsync = fsync
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._end_torn_line()
-        except BlockingIOError:
-            os.close(self._fd)
-            raise BlockingIOError(f"{self.path} is being written by another process") from None
-
-    def _end_torn_line(self) -> None:
-        size = os.fstat(self._fd).st_size
-        if size and os.pread(self._fd, 1, size - 1) != b"\n":
-            os.write(self._fd, b"\n")
 
     def append(self, rollout: Rollout) -> None:
         """Append one rollout.
@@ -84,32 +65,7 @@ class TraceWriter:
     def append_trajectory(self, document: Mapping[str, Any]) -> None:
         """Append a trajectory that is valid already."""
         text = json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-        line = text.encode("utf-8", "replace") + b"\n"  # half a surrogate pair has no UTF-8
-        before = os.fstat(self._fd).st_size
-        written = 0
-        try:
-            while written < len(line):  # a single round, unless the disk is full
-                written += os.write(self._fd, line[written:])
-        except OSError:
-            os.ftruncate(self._fd, before)
-            raise
-        if self._fsync:
-            os.fsync(self._fd)
-        self.count += 1
-
-    def close(self) -> None:
-        """Close the file; may be called again."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def __enter__(self) -> TraceWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        self.append_line(text.encode("utf-8", "replace"))  # half a surrogate pair has no UTF-8
 
 
 @dataclass(slots=True, frozen=True)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,6 +70,13 @@ def load_or_exit(line: CommandLine) -> Config:
     except ConfigError as error:
         print_config_error(error)
         sys.exit(EXIT_CONFIG)
+
+
+def stop_on_signals(loop: asyncio.AbstractEventLoop, stop: Callable[[], object]) -> None:
+    """Call `stop` for Ctrl-C, SIGTERM and the end of the terminal; one that is ignored stays so."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            loop.add_signal_handler(number, stop)
 
 
 def print_config_error(error: ConfigError) -> None:

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from apps._cli import EXIT_CONFIG, print_config_error
+from apps._cli import EXIT_CONFIG, print_config_error, stop_on_signals
 from forge_composer.compare.account import make_account, write_account
 from forge_composer.compare.experiment import load_experiment, resolve
 from forge_composer.compare.output import print_account
@@ -83,10 +82,7 @@ def _compare(options: argparse.Namespace, folder: Path, command: Sequence[str]) 
 
 async def _run(runner: Runner, runs: Sequence[Planned], parallel: int, lock: int) -> None:
     """Run what is missing; Ctrl-C, SIGTERM and the end of the terminal stop the runs in an orderly way."""
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-            loop.add_signal_handler(number, runner.interrupt)
+    stop_on_signals(asyncio.get_running_loop(), runner.interrupt)
     await runner.run(runs, parallel=parallel, lock=lock)
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from apps._cli import EXIT_CONFIG, print_config_error
+from apps._cli import EXIT_CONFIG, print_config_error, stop_on_signals
 from forge_composer.config import ConfigError
 from forge_composer.rendering.renderer import ChatRenderer
 from forge_composer.replay_report.gather import Gathered, gather
@@ -142,10 +141,7 @@ def _nothing(settings: ReplaySettings, gathered: Gathered) -> str:
 async def _ask(settings: ReplaySettings, gathered: Gathered) -> Asked:
     """Ask, with a progress bar; Ctrl-C, SIGTERM and the end of the terminal stop it in an orderly way."""
     stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-            loop.add_signal_handler(number, stop.set)
+    stop_on_signals(asyncio.get_running_loop(), stop.set)
     columns = (TextColumn("steps"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     shown = Console(stderr=True)
     with Progress(*columns, console=shown, disable=not shown.is_terminal, transient=True) as progress:

@@ -6,7 +6,6 @@ import importlib.util
 import os
 import re
 import shutil
-from collections import Counter
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -15,6 +14,7 @@ from forge_composer.config.errors import Problem
 from forge_composer.config.findings import Findings
 from forge_composer.config.load import Origin
 from forge_composer.config.schema import Config
+from forge_composer.config.teachers import doubled_names, too_few_families
 from forge_composer.teachers.local.served import local_problems
 
 RUN_FILES = ("config.toml", "metrics.jsonl", "summary.json")
@@ -381,8 +381,7 @@ def _replay(found: Findings) -> None:
                 also=("loss.sdpo.weight", "loss.replay_dpo.weight"),
             )
         return
-    names = Counter(teacher.name for teacher in config.teachers)
-    if not names:
+    if not config.teachers:
         found.add(
             "teachers",
             "loss.replay_dpo.weight is above 0 and there is no teacher to ask",
@@ -390,18 +389,18 @@ def _replay(found: Findings) -> None:
             also=("loss.replay_dpo.weight",),
         )
         return
+    doubled = doubled_names(config.teachers)
     for index, teacher in enumerate(config.teachers):
-        if names[teacher.name] > 1:
+        if teacher.name in doubled:
             found.add(
                 f"teachers.{index}.name",
                 "two teachers have this name",
                 "give each its own; the ledger goes by it",
             )
-    families = {teacher.family_name for teacher in config.teachers}
-    if len(families) < config.replay.min_quorum:
+    if problem := too_few_families(config.teachers, config.replay.min_quorum):
         found.add(
             "replay.min_quorum",
-            f"the teachers are of {len(families)} model families, so that no step could give a pair",
+            problem,
             "add teachers of other families, or lower replay.quorum and replay.min_quorum",
             also=("teachers",),
         )

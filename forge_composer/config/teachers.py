@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -142,6 +144,19 @@ class TeacherConfig(Section):
                 "price.output (USD per million tokens; 0 for an endpoint that costs nothing)"
             )
         return self
+
+
+def doubled_names(teachers: Sequence[TeacherConfig]) -> list[str]:
+    """Names that more than one teacher has, in order."""
+    return sorted(name for name, count in Counter(one.name for one in teachers).items() if count > 1)
+
+
+def too_few_families(teachers: Sequence[TeacherConfig], min_quorum: int) -> str | None:
+    """Why no step could give a pair, in words; None if the teachers are of enough model families."""
+    families = {teacher.family_name for teacher in teachers}
+    if len(families) >= min_quorum:
+        return None
+    return f"the teachers are of {len(families)} model families, so that no step could give a pair"
 
 
 _THIS_MACHINE = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0"})

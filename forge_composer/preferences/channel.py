@@ -40,6 +40,7 @@ from forge_composer.preferences.steps import (
 )
 from forge_composer.preferences.student import StudentSampler
 from forge_composer.rollout.episode import EpisodeRunner
+from forge_composer.rollout.lockstep import Waiting, sample_together
 from forge_composer.services import Generators, PairStore, Sampler, TeacherReplay, Trainer
 from forge_composer.types import Completion, Rollout, SamplingRequest, ScoreRequest
 
@@ -270,7 +271,7 @@ class _Together:
 
     def __init__(self, generators: Generators) -> None:
         self._generators = generators
-        self._waiting: list[tuple[SamplingRequest, asyncio.Future[Completion]]] = []
+        self._waiting: list[Waiting] = []
         self._flushes: set[asyncio.Task[None]] = set()
 
     async def generate(self, request: SamplingRequest) -> Completion:
@@ -285,21 +286,9 @@ class _Together:
     def _send(self) -> None:
         batch = sorted(self._waiting, key=lambda item: item[0].request_id)
         self._waiting = []
-        task = asyncio.get_running_loop().create_task(self._flush(batch))
+        task = asyncio.get_running_loop().create_task(sample_together(self._generators, batch))
         self._flushes.add(task)
         task.add_done_callback(self._flushes.discard)
-
-    async def _flush(self, batch: list[tuple[SamplingRequest, asyncio.Future[Completion]]]) -> None:
-        try:
-            completions = await self._generators.generate_batch([request for request, _ in batch])
-        except Exception as error:
-            for _, future in batch:
-                if not future.done():
-                    future.set_exception(error)
-            return
-        for (_, future), completion in zip(batch, completions, strict=True):
-            if not future.done():
-                future.set_result(completion)
 
 
 def _score_requests(pair: PreferencePair) -> tuple[ScoreRequest, ScoreRequest]:

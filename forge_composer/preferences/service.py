@@ -9,11 +9,7 @@ from forge_composer.preferences.replay import ReplayedStep, StepReplayer
 from forge_composer.preferences.steps import StepState
 from forge_composer.teachers.kinds import NOT_SENT, ReplyKind
 from forge_composer.teachers.ledger import Ledger
-from forge_composer.teachers.local.served import reachable
-from forge_composer.teachers.pool import TeacherPool
-
-LEDGER = "ledger.sqlite"
-"""The ledger's name in the run folder."""
+from forge_composer.teachers.opened import open_teachers
 
 
 class ReplayService:
@@ -32,22 +28,11 @@ class ReplayService:
             BlockingIOError: another process has the ledger.
             ValueError: a key is not in the environment, or two teachers have one name.
         """
-        config, budget = self.config, self.config.replay.budget
-        try:
-            self._ledger = self._stack.enter_context(
-                Ledger(
-                    config.output_dir / LEDGER,
-                    budget_usd=budget.run_usd,
-                    budget_usd_per_trace=budget.per_trace_usd,
-                )
-            )
-            teachers = await self._stack.enter_async_context(
-                reachable(config.teachers, config.local_teachers)
-            )
-            pool = await self._stack.enter_async_context(TeacherPool(teachers, self._ledger))
-        except BaseException:
-            await self._stack.aclose()
-            raise
+        config = self.config
+        opening = open_teachers(
+            config.output_dir, config.teachers, config.local_teachers, config.replay.budget
+        )
+        pool, self._ledger = await self._stack.enter_async_context(opening)
         self._replayer = StepReplayer(pool, config.replay)
 
     async def replay(self, state: StepState) -> ReplayedStep:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from forge_composer.replay_report.calls import Account
 from forge_composer.replay_report.missing import Need
 from forge_composer.replay_report.report import Report
 from forge_composer.replay_report.teachers import Percentiles, TeacherNumbers, percentiles
@@ -63,12 +64,18 @@ def _calls(report: Report) -> dict[str, Any]:
         "errors": report.errors,
         "errors_by_kind": {kind: count for kind, count in report.kinds.items() if kind != "ok"},
         "cached_calls": report.cached,
-        "requests": report.account.requests,
-        "retries": report.account.retries,
+        **_requests(report.account),
+    }
+
+
+def _requests(account: Account) -> dict[str, Any]:
+    return {
+        "requests": account.requests,
+        "retries": account.retries,
         "tokens": {
-            "prompt": report.account.prompt_tokens,
-            "prompt_cached": report.account.cached_tokens,
-            "completion": report.account.completion_tokens,
+            "prompt": account.prompt_tokens,
+            "prompt_cached": account.cached_tokens,
+            "completion": account.completion_tokens,
         },
     }
 
@@ -144,15 +151,9 @@ def _teacher(numbers: TeacherNumbers, report: Report) -> dict[str, Any]:
         "errors": numbers.errors,
         "kinds": dict(numbers.kinds),
         "cached_calls": numbers.cached,
-        "requests": account.requests,
-        "retries": account.retries,
+        **_requests(account),
         "cost_usd": account.cost_usd,
         "cost_share": account.cost_usd / total if total else None,
-        "tokens": {
-            "prompt": account.prompt_tokens,
-            "prompt_cached": account.cached_tokens,
-            "completion": account.completion_tokens,
-        },
         **_percentiles(percentiles(numbers.latencies)),
         "student_disagreement": numbers.disagreement,
     }

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 
 from forge_composer.config.errors import Problem
+from forge_composer.config.teachers import doubled_names, too_few_families
 from forge_composer.replay_report.settings import ReplaySettings
 from forge_composer.teachers.local.served import local_problems
 
@@ -23,18 +23,12 @@ def _teachers(settings: ReplaySettings) -> _Found:
     if not settings.teachers:
         yield "teachers", "", "there is no teacher to ask", "add a table [[teachers]] for each"
         return
-    names = Counter(teacher.name for teacher in settings.teachers)
-    for name in sorted(name for name, count in names.items() if count > 1):
+    for name in doubled_names(settings.teachers):
         yield "teachers", name, "two teachers have this name", "give each its own; the ledger goes by it"
-    families = {teacher.family_name for teacher in settings.teachers}
     needed = settings.replay.min_quorum
-    if len(families) < needed:
-        yield (
-            "replay.min_quorum",
-            str(needed),
-            f"the teachers are of {len(families)} model families, so that no step could give a pair",
-            "add teachers of other families, or lower quorum and min_quorum",
-        )
+    if problem := too_few_families(settings.teachers, needed):
+        remedy = "add teachers of other families, or lower quorum and min_quorum"
+        yield "replay.min_quorum", str(needed), problem, remedy
 
 
 def _local(settings: ReplaySettings) -> _Found:

@@ -5,19 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from forge_composer.preferences.replay import OnStep, ReplayedStep, StepReplayer
 from forge_composer.preferences.steps import StepState
 from forge_composer.replay_report.questions import Question, questions
 from forge_composer.replay_report.settings import ReplaySettings
-from forge_composer.teachers.ledger import CallRecord, Ledger
-from forge_composer.teachers.local.served import reachable
-from forge_composer.teachers.pool import TeacherPool
-
-LEDGER = "ledger.sqlite"
-"""The ledger's name in the output folder."""
+from forge_composer.teachers.ledger import CallRecord
+from forge_composer.teachers.opened import open_teachers
 
 
 @dataclass(slots=True, frozen=True)
@@ -63,18 +58,11 @@ async def ask_teachers(
         LedgerError: the ledger cannot be used.
         ValueError: a key is not in the environment.
     """
-    budget = settings.replay.budget
-    async with AsyncExitStack() as stack:
-        ledger = stack.enter_context(
-            Ledger(
-                settings.output_dir / LEDGER,
-                budget_usd=budget.run_usd,
-                budget_usd_per_trace=budget.per_trace_usd,
-            )
-        )
+    opening = open_teachers(
+        settings.output_dir, settings.teachers, settings.local_teachers, settings.replay.budget
+    )
+    async with opening as (pool, ledger):
         earlier = max((call.id for call in ledger.calls()), default=0)
-        teachers = await stack.enter_async_context(reachable(settings.teachers, settings.local_teachers))
-        pool = await stack.enter_async_context(TeacherPool(teachers, ledger))
         began = time.monotonic()
         steps, interrupted = await _replay(StepReplayer(pool, settings.replay), states, stop, on_step)
         seconds = time.monotonic() - began

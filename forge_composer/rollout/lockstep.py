@@ -9,12 +9,15 @@ order of their request ids. The price is that a slow environment step holds up t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from forge_composer.services import Generators
 from forge_composer.types import Completion, SamplingRequest
+
+Waiting = tuple[SamplingRequest, asyncio.Future[Completion]]
+"""A request, and where its completion goes."""
 
 
 @dataclass(slots=True)
@@ -23,7 +26,7 @@ class LockstepGate:
 
     generators: Generators
     _participants: int = 0
-    _waiting: dict[str, tuple[SamplingRequest, asyncio.Future[Completion]]] = field(default_factory=dict)
+    _waiting: dict[str, Waiting] = field(default_factory=dict)
     _flushes: set[asyncio.Task[None]] = field(default_factory=set)
 
     def join(self, participants: int) -> None:
@@ -54,20 +57,22 @@ class LockstepGate:
         if self._waiting and len(self._waiting) >= self._participants:
             batch = [self._waiting[key] for key in sorted(self._waiting)]
             self._waiting.clear()
-            task = asyncio.get_running_loop().create_task(self._flush(batch))
+            task = asyncio.get_running_loop().create_task(sample_together(self.generators, batch))
             self._flushes.add(task)
             task.add_done_callback(self._flushes.discard)
 
-    async def _flush(self, batch: list[tuple[SamplingRequest, asyncio.Future[Completion]]]) -> None:
-        try:
-            completions = await self.generators.generate_batch([request for request, _ in batch])
-        except BaseException as error:
-            for _, future in batch:
-                if not future.done():
-                    future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
-            if not isinstance(error, Exception):
-                raise
-            return
-        for (_, future), completion in zip(batch, completions, strict=True):
+
+async def sample_together(generators: Generators, batch: Sequence[Waiting]) -> None:
+    """Sample requests as one batch and hand each its completion, or all of them the error."""
+    try:
+        completions = await generators.generate_batch([request for request, _ in batch])
+    except BaseException as error:
+        for _, future in batch:
             if not future.done():
-                future.set_result(completion)
+                future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+        if not isinstance(error, Exception):
+            raise
+        return
+    for (_, future), completion in zip(batch, completions, strict=True):
+        if not future.done():
+            future.set_result(completion)

@@ -9,7 +9,7 @@ from types import TracebackType
 
 import aiohttp
 
-from forge_composer.config.teachers import TeacherConfig
+from forge_composer.config.teachers import TeacherConfig, doubled_names
 from forge_composer.teachers.client import TeacherClient, TeacherReply
 from forge_composer.teachers.kinds import ReplyKind
 from forge_composer.teachers.ledger import Ledger
@@ -33,8 +33,7 @@ class TeacherPool:
         Raises:
             ValueError: two teachers of one name, which share their answers in the ledger.
         """
-        doubled = [name for name, count in Counter(config.name for config in configs).items() if count > 1]
-        if doubled:
+        if doubled := doubled_names(configs):
             raise ValueError(f"teachers: more than one is named {doubled[0]!r}; give each its own name")
         self._configs, self._ledger, self._clock = tuple(configs), ledger, clock
         self._session: aiohttp.ClientSession | None = None

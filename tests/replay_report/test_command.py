@@ -21,11 +21,11 @@ import pytest
 
 from apps.replay_teachers import main
 from forge_composer.preferences.export import PairReader
-from forge_composer.replay_report.run import LEDGER
 from forge_composer.teachers.kinds import ReplyKind
 from forge_composer.teachers.ledger import Ledger, read_calls
 from forge_composer.teachers.local.server import TeacherServer
 from forge_composer.teachers.local.settings import TeacherServerConfig
+from forge_composer.teachers.opened import LEDGER
 from tests.replay_report.small_replays import config_of, write_config
 
 

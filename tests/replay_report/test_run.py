@@ -15,12 +15,13 @@ from forge_composer.replay_report.gather import gather
 from forge_composer.replay_report.load import load_settings
 from forge_composer.replay_report.pairs import make_pairs
 from forge_composer.replay_report.report import Report, make_report
-from forge_composer.replay_report.run import LEDGER, ask_teachers
+from forge_composer.replay_report.run import ask_teachers
 from forge_composer.replay_report.settings import ReplaySettings
 from forge_composer.teachers.kinds import ReplyKind
 from forge_composer.teachers.ledger import read_calls
 from forge_composer.teachers.local.server import TeacherServer
 from forge_composer.teachers.local.settings import FAULT_KINDS, FaultPlan, FaultRates, TeacherServerConfig
+from forge_composer.teachers.opened import LEDGER
 from tests.replay_report.small_replays import NAMES, config_of, teacher, write_config
 
 QUICK = TeacherServerConfig(latency_scale=0.0)

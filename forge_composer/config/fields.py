@@ -1,4 +1,4 @@
-"""Looking fields up in the schema by their dotted names."""
+"""Looking fields up in a schema by their dotted names; in that of a run, unless another root is given."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def _alternatives(annotation: Any) -> tuple[Any, ...]:
     return (annotation,)
 
 
-def find(dotted: str) -> FieldInfo | None:
+def find(dotted: str, root: type[BaseModel] = Config) -> FieldInfo | None:
     """The field of a dotted name (an index may stand where an array of tables is), or None."""
     parts = dotted.split(".")
-    table: type[BaseModel] | None = Config
+    table: type[BaseModel] | None = root
     field: FieldInfo | None = None
     for part in parts:
         if field is not None and table is None and part.isdecimal():
@@ -79,12 +79,17 @@ def leaves(table: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[
             yield from leaves(inner, f"{prefix}{name}.")
 
 
-def nearest(dotted: str) -> str | None:
+def nearest(dotted: str, root: type[BaseModel] = Config) -> str | None:
     """The existing name that an unknown one was probably meant to be.
 
-    A right last part in the wrong table wins over a similar spelling.
+    A right last part in the wrong table wins over a similar spelling; in an array of tables only its own
+    fields are looked at.
     """
-    names = [name for name, _ in leaves()]
+    array, index, rest = _in_array(dotted, root)
+    if array is not None:
+        inner = nearest(rest, array)
+        return f"{index}.{inner}" if inner else None
+    names = [name for name, _ in leaves(root)]
     tables = sorted({name.rpartition(".")[0] for name in names} - {""})
     candidates = names + tables
     parent, _, last = dotted.rpartition(".")
@@ -101,8 +106,20 @@ def nearest(dotted: str) -> str | None:
     return None
 
 
-def describe(dotted: str) -> str:
+def _in_array(dotted: str, root: type[BaseModel]) -> tuple[type[BaseModel] | None, str, str]:
+    """The array of tables that a name reaches into: its table, the name up to the index, and what follows."""
+    parts = dotted.split(".")
+    for place, part in enumerate(parts[:-1]):
+        if part.isdecimal():
+            index = ".".join(parts[: place + 1])
+            field = find(".".join(parts[:place]), root)
+            table = None if field is None else array_section_of(field.annotation)
+            return table, index, ".".join(parts[place + 1 :])
+    return None, "", dotted
+
+
+def describe(dotted: str, root: type[BaseModel] = Config) -> str:
     """The documentation of a field in one line, empty if there is none."""
-    field = find(dotted)
+    field = find(dotted, root)
     text = (field.description or "") if field is not None else ""
     return " ".join(text.split())

@@ -8,15 +8,17 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tomli_w
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from forge_composer.config import fields, overrides
 from forge_composer.config.errors import ConfigError, Problem
 from forge_composer.config.schema import Config
+
+Table = TypeVar("Table", bound=BaseModel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +28,15 @@ class Origin:
     file: str = "config"
     overridden: frozenset[str] = field(default_factory=frozenset)
     written: frozenset[str] = field(default_factory=frozenset)
+    root: type[BaseModel] = Config
+    """The schema."""
 
     def of(self, dotted: str) -> str:
         """`command line`, the file, or the file with the remark that the value is a default."""
         if dotted in self.overridden:
             return overrides.COMMAND_LINE
-        return (
-            self.file if dotted in self.written or fields.find(dotted) is None else f"{self.file} (default)"
-        )
+        known = fields.find(dotted, self.root) is not None
+        return f"{self.file} (default)" if known and dotted not in self.written else self.file
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,19 +74,29 @@ def read(path: str | Path, arguments: Sequence[str] = ()) -> Loaded:
     Raises:
         ConfigError: unreadable file, TOML errors, unknown keys, wrong types or ranges.
     """
+    config, origin = read_table(path, arguments, Config)
+    return Loaded(_with_paths(config, Path(path)), origin)
+
+
+def read_table(path: str | Path, arguments: Sequence[str], root: type[Table]) -> tuple[Table, Origin]:
+    """A TOML file with overrides as an object of a schema, and where its values come from.
+
+    Raises:
+        ConfigError: unreadable file, TOML errors, unknown keys, wrong types or ranges.
+    """
     path = Path(path)
     tree = _read_toml(path)
-    given, problems = overrides.parse(arguments)
+    given, problems = overrides.parse(arguments, root)
     problems += overrides.apply(tree, given)
     written = frozenset(_dotted(tree))
-    origin = Origin(str(path), frozenset(override.field for override in given), written)
+    origin = Origin(str(path), frozenset(override.field for override in given), written, root)
     try:
-        config = Config.model_validate_json(json.dumps(tree, default=str), strict=True)
+        table = root.model_validate_json(json.dumps(tree, default=str), strict=True)
     except ValidationError as error:
         problems += [_problem(details, origin) for details in error.errors(include_url=False)]
     if problems:
         raise ConfigError(problems)
-    return Loaded(_with_paths(config, path), origin)
+    return table, origin
 
 
 def dump_toml(config: Config) -> str:
@@ -128,8 +141,8 @@ def _problem(details: ErrorDetails, origin: Origin) -> Problem:
     dotted = ".".join(str(part) for part in details["loc"])
     kind, value = details["type"], details["input"]
     if kind == "extra_forbidden":
-        return overrides.unknown(origin.of(dotted), dotted, _show(value))
-    about = fields.describe(dotted)
+        return overrides.unknown(origin.of(dotted), dotted, _show(value), origin.root)
+    about = fields.describe(dotted, origin.root)
     if kind == "missing":
         remedy = f"add it to the file, or give --{dotted} VALUE. {about}".strip()
         return Problem(origin.file, dotted, "", "the field is required", remedy)
@@ -152,15 +165,18 @@ def _with_paths(config: Config, file: Path) -> Config:
     `model.path` is looked up in the current folder, then in the config file's. `{name}` and `{time}` in
     `output_dir` stand for the run's name and the time of loading, `YYYYmmdd-HHMMSS`.
     """
-    model = config.model.path.expanduser()
-    beside = file.resolve().parent / model
-    if not model.exists() and beside.exists():
-        model = beside
+    model = config.model.model_copy(update={"path": here_or_beside(config.model.path, file)})
+    return config.model_copy(update={"model": model, "output_dir": filled_in(config.output_dir, config.name)})
+
+
+def here_or_beside(path: Path, file: Path) -> Path:
+    """A path in the current folder or, if it is not there, beside a config file; absolute."""
+    path = path.expanduser()
+    beside = file.resolve().parent / path
+    return (beside if not path.exists() and beside.exists() else path).absolute()
+
+
+def filled_in(folder: Path, name: str) -> Path:
+    """An output folder, absolute, with its `{name}` and `{time}`."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    output = str(config.output_dir).replace("{name}", config.name).replace("{time}", stamp)
-    return config.model_copy(
-        update={
-            "model": config.model.model_copy(update={"path": model.absolute()}),
-            "output_dir": Path(output).expanduser().absolute(),
-        }
-    )
+    return Path(str(folder).replace("{name}", name).replace("{time}", stamp)).expanduser().absolute()

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from forge_composer.config import fields
 from forge_composer.config.errors import Problem
+from forge_composer.config.schema import Config
 
 COMMAND_LINE = "command line"
 
@@ -24,7 +25,7 @@ class Override:
     value: Any
 
 
-def parse(arguments: Sequence[str]) -> tuple[list[Override], list[Problem]]:
+def parse(arguments: Sequence[str], root: type[BaseModel] = Config) -> tuple[list[Override], list[Problem]]:
     """Read overrides; values are typed by the schema.
 
     `none` sets an optional field to None; a switch may stand alone (`--metrics.tensorboard`); an array
@@ -33,6 +34,7 @@ def parse(arguments: Sequence[str]) -> tuple[list[Override], list[Problem]]:
 
     Args:
         arguments: what the command line holds beside the app's own options.
+        root: the schema.
 
     Returns:
         The overrides in order, and what is wrong with the others.
@@ -52,7 +54,7 @@ def parse(arguments: Sequence[str]) -> tuple[list[Override], list[Problem]]:
         if given is None and position < len(arguments) and not arguments[position].startswith("--"):
             given = arguments[position]
             position += 1
-        result = _convert(name, given)
+        result = _convert(name, given, root)
         if isinstance(result, Problem):
             problems.append(result)
         else:
@@ -83,10 +85,10 @@ def apply(tree: dict[str, Any], overrides: Sequence[Override]) -> list[Problem]:
     return problems
 
 
-def unknown(source: str, dotted: str, value: Any) -> Problem:
+def unknown(source: str, dotted: str, value: Any, root: type[BaseModel] = Config) -> Problem:
     """The problem of a key that the schema does not have, with the nearest one that it has."""
-    near = fields.nearest(dotted)
-    remedy = f"did you mean {near}?" if near else "see the schema in forge_composer/config/schema.py"
+    near = fields.nearest(dotted, root)
+    remedy = f"did you mean {near}?" if near else f"see the schema in {root.__module__.replace('.', '/')}.py"
     return Problem(source, dotted, "" if value is None else str(value), "there is no such field", remedy)
 
 
@@ -106,10 +108,10 @@ def _stray(argument: str) -> Problem:
     )
 
 
-def _convert(name: str, raw: str | None) -> Override | Problem:
-    field = fields.find(name)
+def _convert(name: str, raw: str | None, root: type[BaseModel]) -> Override | Problem:
+    field = fields.find(name, root)
     if field is None:
-        return unknown(COMMAND_LINE, name, raw)
+        return unknown(COMMAND_LINE, name, raw, root)
     annotation = field.annotation
     if table := fields.section_of(annotation):
         names = ", ".join(f"--{name}.{inner}" for inner in table.model_fields)
@@ -124,7 +126,7 @@ def _convert(name: str, raw: str | None) -> Override | Problem:
         return Override(name, _typed(annotation, raw))
     except (ValidationError, tomllib.TOMLDecodeError) as error:
         reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
-        remedy = f"give an allowed value. {fields.describe(name)}".strip()
+        remedy = f"give an allowed value. {fields.describe(name, root)}".strip()
         return Problem(COMMAND_LINE, name, raw, in_words(reason), remedy)
 
 

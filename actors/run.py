@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from forge_composer.actors.meshes import Meshes
 from forge_composer.config import Config
 from forge_composer.hints.context import TeacherContexts
-from forge_composer.loop import Controller, Parts
+from forge_composer.loop import Controller
+from forge_composer.parts import Parts
 from forge_composer.recorder import RunRecorder
 from forge_composer.rendering.renderer import ChatRenderer
 from forge_composer.rollout.episode import EpisodeRunner, TokenLimits

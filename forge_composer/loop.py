@@ -17,11 +17,9 @@
                      v                                          |
               advantages -> samples (+ targets: failed turns,   |
                      |    each with a hint and the teacher's    |
-                     |    context) -> packed GlobalBatch        |
-                     |                                          |
-                     v                                          |
-   (+ pairs: ReplayChannel, fed with finished groups)       |
-                     |                                          |
+                     |    context), pairs (ReplayChannel, fed   |
+                     |    with finished groups) -> packed       |
+                     |    GlobalBatch                           |
                      v                                          |
                Trainer.train_step (FSDP2/TP), version += 1      |
                      |                                          |
@@ -44,8 +42,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Protocol
 
 from forge_composer.batching.packing import GlobalBatch, pack_samples
 from forge_composer.batching.preference_rows import TokenPair
@@ -54,70 +50,18 @@ from forge_composer.buffers.pair_files import save_pairs
 from forge_composer.buffers.rollout_buffer import BatchTicket, NoProgressError
 from forge_composer.config.schema import Config
 from forge_composer.hints.channel import FeedbackChannel
-from forge_composer.hints.records import Target
 from forge_composer.metrics.aggregate import group_metrics
+from forge_composer.parts import Parts
 from forge_composer.preferences.channel import ReplayChannel
-from forge_composer.preferences.records import PreferencePair
-from forge_composer.rollout.episode import EpisodeRunner
 from forge_composer.rollout.groups import GroupSpec, advantages_of, run_group
 from forge_composer.rollout.lockstep import LockstepGate
 from forge_composer.rollout.tasks import TaskOrder
-from forge_composer.services import (
-    Environments,
-    Generators,
-    GroupBuffer,
-    PairStore,
-    Sampler,
-    TeacherReplay,
-    Trainer,
-)
+from forge_composer.services import Sampler
 from forge_composer.types import Rollout, RolloutGroup, ScoreRequest, TrainingSample
 
 
 class WeightMismatchError(RuntimeError):
     """A generator's log-probabilities differ from the trainer's right after a weight update."""
-
-
-class Recorder(Protocol):
-    """Keeps what happens: traces, metrics, the terminal view."""
-
-    def rollout(self, rollout: Rollout) -> None:
-        """Append one finished rollout to the trace."""
-        ...
-
-    def step(self, step: int, metrics: dict[str, float]) -> None:
-        """Record the metrics of one optimizer step (or of a batch with nothing to train on)."""
-        ...
-
-    def evaluation(self, step: int, rollouts: Sequence[Rollout]) -> None:
-        """Record an evaluation."""
-        ...
-
-    def targets(self, step: int, targets: Sequence[Target]) -> None:
-        """Record the turns that a step distils, with their hints."""
-        ...
-
-    def pairs(self, pairs: Sequence[PreferencePair]) -> None:
-        """Record preference pairs, with all that they were made from."""
-        ...
-
-    def warn(self, message: str) -> None:
-        """Tell the user."""
-        ...
-
-
-@dataclass(slots=True, frozen=True)
-class Parts:
-    """The services that the controller drives."""
-
-    trainer: Trainer
-    generators: Generators
-    environments: Environments
-    buffer: GroupBuffer
-    runner: EpisodeRunner
-    recorder: Recorder
-    teachers: TeacherReplay | None = None
-    pairs: PairStore | None = None
 
 
 class Controller:
